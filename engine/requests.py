@@ -65,7 +65,7 @@ class SpeculationOptions:
             if len(set(values)) < len(values):
                 raise InvalidRequest(f"names one twice: {', '.join(values)}", f"speculation.{name}")
         if self.require_corpus and self.corpora == ():
-            raise InvalidRequest("is set, but no corpus is named; name one in speculation.corpora", "speculation.require_corpus")
+            raise InvalidRequest("is set, but no corpus is named; name one in corpora", "speculation.require_corpus")
 
 
 @dataclass(frozen=True)
