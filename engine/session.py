@@ -1,0 +1,153 @@
+"""One request's decoding as a pure state machine: drafts in, a tree out; the worker's answer in, committed tokens out.
+
+    session = Session(prompt, labels, calibration)
+    while not session.finished:
+        tree = session.tree(drafts, curve)          drafts: one a source, in the order of `labels`; None where it was dropped
+        step = session.commit(result)               result: what the worker said about `tree`
+
+No I/O, no clock, no text: drive it by hand in a test or a REPL.
+
+# Rules
+
+    1  tree() proposes below the last committed token and changes nothing but what commit() needs to score the drafts
+    2  commit() follows tree(); it appends exactly the emitted tokens and scores every source's own proposal
+    3  emitted tokens = accepted nodes + one bonus token a step
+    4  once `finish` is set nothing more is proposed or committed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.calibration import Calibration, Credit
+from engine.tree import CandidateTree, CostCurve, Draft, best_size, merge
+
+if TYPE_CHECKING:
+    from engine.target import StepResult
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step committed: `tokens` int32 [n] and, for each, the bits of the sources that had drafted it (0: the bonus token)."""
+
+    tokens: NDArray[np.int32]
+    masks: tuple[int, ...]
+    finish: str
+
+
+@dataclass
+class Tally:
+    """Counts of one session. `proposed` and `accepted` are per source; `unique` counts accepted nodes that only one source had.
+
+    `expected` is the sum of the path probabilities of the verified candidates: what the estimates promised would be accepted.
+    """
+
+    num_steps: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    expected: float = 0.0
+    proposed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    accepted: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    unique: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Session:
+    """The state of one request.
+
+    `prompt` int32 [n], n >= 1. `labels` name the sources; the part before a colon is the source that calibration knows.
+    `max_nodes` is the most candidates a tree may have; 0 is plain decoding.
+    """
+
+    def __init__(self, prompt: NDArray[np.int32], labels: Sequence[str], calibration: Calibration, max_nodes: int = 64) -> None:
+        if not len(prompt):
+            raise ValueError("a session needs at least one prompt token")
+        self.labels = tuple(labels)
+        self.finish = ""
+        self.tally = Tally(
+            proposed=np.zeros(len(labels), np.int64), accepted=np.zeros(len(labels), np.int64), unique=np.zeros(len(labels), np.int64)
+        )
+        self._kinds = tuple(label.partition(":")[0] for label in labels)
+        self._calibration = calibration
+        self._credit = Credit(len(labels))
+        self._max_nodes = max_nodes
+        self._buffer = np.empty(max(2 * len(prompt), 256), np.int32)
+        self._buffer[: len(prompt)] = prompt
+        self._length = self._num_prompt = len(prompt)
+        self._drafts: tuple[Draft | None, ...] = ()
+        self._tree: CandidateTree | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True once the sequence has ended."""
+        return bool(self.finish)
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """int32 [n], prompt and answer so far: a view, not to be written to."""
+        return self._buffer[: self._length]
+
+    @property
+    def num_emitted(self) -> int:
+        """New tokens so far."""
+        return self._length - self._num_prompt
+
+    def tree(self, drafts: Sequence[Draft | None], curve: CostCurve) -> CandidateTree:
+        """Weave one valid draft per source (None: dropped for this step) into the tree that is worth its rows under `curve`.
+
+        Raises RuntimeError when the session has finished or the last tree was not committed.
+        """
+        if self.finish or self._tree is not None:
+            raise RuntimeError("the session has finished" if self.finish else "the last tree was not committed")
+        if len(drafts) != len(self.labels):
+            raise ValueError(f"a draft (or None) is needed for each of {len(self.labels)} sources: got {len(drafts)}")
+        self._drafts = tuple(drafts)
+        root, position = int(self._buffer[self._length - 1]), self._length - 1
+        calibrated = [
+            Draft.empty() if draft is None else self._calibration.apply(kind, draft)
+            for kind, draft in zip(self._kinds, drafts, strict=True)
+        ]
+        tree = merge(calibrated, self._credit.weights.tolist(), root, position, self._max_nodes)
+        self._tree = tree.cut(1 + best_size(tree.probs[1:], curve))
+        return self._tree
+
+    def commit(self, result: StepResult) -> Step:
+        """Take in the worker's answer to the last tree."""
+        tree = self._tree
+        if tree is None:
+            raise RuntimeError("commit without a tree")
+        self._tree = None
+        emitted = result.tokens
+        self._append(emitted)
+        masks = (*(int(tree.sources[node]) for node in result.path), 0)
+        self._count(tree, result)
+        reached = [
+            0 if draft is None else self._calibration.observe(kind, draft, emitted)
+            for kind, draft in zip(self._kinds, self._drafts, strict=True)
+        ]
+        self._credit.reward(reached)
+        self.finish = result.finish
+        return Step(emitted, masks, result.finish)
+
+    def _append(self, emitted: NDArray[np.int32]) -> None:
+        end = self._length + len(emitted)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(max(len(self._buffer), len(emitted)), np.int32)])
+        self._buffer[self._length : end] = emitted
+        self._length = end
+
+    def _count(self, tree: CandidateTree, result: StepResult) -> None:
+        tally = self.tally
+        tally.num_steps += 1
+        tally.num_verified += len(result.verified) - 1
+        tally.num_accepted += len(result.path)
+        tally.expected += float(tree.probs[result.verified].sum()) - 1.0
+        for s in range(len(self.labels)):
+            bit = np.int64(1) << s
+            tally.proposed[s] += np.count_nonzero(tree.sources[result.verified] & bit)
+            tally.accepted[s] += np.count_nonzero(tree.sources[result.path] & bit)
+            tally.unique[s] += np.count_nonzero(tree.sources[result.path] == bit)

@@ -1,0 +1,121 @@
+"""A target without weights: a real language model whose logits are a hash of the row's whole path.
+
+Because every row's logits depend on all its ancestors, a wrong parent, position or prefix changes what it says; so the contract
+tests that pass here mean something. It shares the walk, the processors and the noise with every other worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.acceptance import walk
+from engine.target import SequenceRequest, StepResult, TargetInfo
+from engine.target.sampling import Sampler, check_request, feedback
+from engine.tree import CandidateTree, CostCurve
+
+
+class FakeTarget:
+    """A hashed language model of `order` tokens of memory: its logits are a function of the last `order` tokens of the path.
+
+    A small `order` makes text that repeats itself (so that drafts can be right); a large one makes it unpredictable. `sharpness`
+    scales the logits. `eos_id` is an ordinary token that ends sequences. `spell` is a text the model would rather say: after any of its
+    tokens it strongly favours the next.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 64,
+        *,
+        order: int = 2,
+        sharpness: float = 3.0,
+        context_length: int = 1024,
+        eos_id: int | None = None,
+        fingerprint: str = "fake",
+        curve: CostCurve | None = None,
+        spell: Sequence[int] = (),
+    ) -> None:
+        self.info = TargetInfo(
+            model="fake",
+            fingerprint=fingerprint,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            eos_ids=() if eos_id is None else (eos_id,),
+            dtype="float32",
+            strict=True,
+        )
+        self.curve = curve or CostCurve.flat()
+        self.num_open = 0
+        self._order = order
+        self._sharpness = sharpness
+        self._spell = np.asarray(spell, np.int32)
+
+    def logits(self, path: NDArray[np.int32]) -> NDArray[np.float32]:
+        """float32 [V]: what the model says after `path` (int32 [n], n >= 1)."""
+        seed = [int(t) for t in path[-self._order :]]
+        rows = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).standard_normal(self.info.vocab_size)
+        logits = (rows * self._sharpness).astype(np.float32)
+        after = np.flatnonzero(self._spell[:-1] == path[-1])
+        if len(after):
+            logits[self._spell[after[0] + 1]] += np.float32(8.0 * self._sharpness)
+        return logits
+
+    @asynccontextmanager
+    async def open(self, request: SequenceRequest) -> AsyncIterator[FakeSequence]:
+        """See engine.target.Target."""
+        check_request(request, self.info)
+        self.num_open += 1
+        try:
+            yield FakeSequence(self, request)
+        finally:
+            self.num_open -= 1
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+class FakeSequence:
+    """A sequence of a FakeTarget: the prefix is all its state."""
+
+    def __init__(self, target: FakeTarget, request: SequenceRequest) -> None:
+        self.curve = target.curve
+        self._target = target
+        self._request = request
+        self._prefix = request.prompt.astype(np.int32)
+        self._sampler = Sampler(request, target.info.vocab_size, target.info.context_length)
+        self._finished = False
+
+    async def step(self, tree: CandidateTree) -> StepResult:
+        """See engine.target.TargetSequence."""
+        if self._finished:
+            raise RuntimeError("the sequence has finished")
+        tree.validate(self._target.info.vocab_size)
+        if tree.position != len(self._prefix) - 1 or tree.tokens[0] != self._prefix[-1]:
+            raise ValueError(f"the root must be the last committed token, at position {len(self._prefix) - 1}: {tree.position}")
+        tree = tree.cut(self._target.info.max_rows)
+        rows = np.stack([self._target.logits(self._path(tree, node)) for node in range(len(tree))])
+        taken = walk(tree, lambda node, emitted: self._sampler.choose(rows[node], emitted), self._sampler.limits, self._sampler.num_emitted)
+        nodes = np.concatenate(([0], taken.path)).astype(np.int32)
+        logprobs = self._sampler.logprobs(rows[nodes], taken.tokens)
+        self._sampler.commit(taken.tokens)
+        self._prefix = np.concatenate([self._prefix, taken.tokens])
+        self._finished = bool(taken.finish)
+        return StepResult(
+            path=taken.path,
+            tokens=taken.tokens,
+            finish=taken.finish,
+            verified=np.arange(len(tree), dtype=np.int32),
+            feedback=feedback(tree, rows, self._request.feedback_top_k),
+            logprobs=logprobs,
+        )
+
+    def _path(self, tree: CandidateTree, node: int) -> NDArray[np.int32]:
+        tail: list[int] = []
+        while node > 0:
+            tail.append(int(tree.tokens[node]))
+            node = int(tree.parents[node])
+        return np.concatenate([self._prefix, np.array(tail[::-1], np.int32)])
+

@@ -1,0 +1,158 @@
+"""How the target chooses a token: processors with the path's own prefix, then the one rule of `engine.acceptance`.
+
+A `Sampler` belongs to one sequence and is used lazily, along the walked path only: each processor runs once for each emitted
+token, exactly as when decoding one token at a time, so nothing ever rolls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import kernels
+from engine.acceptance import Limits
+from engine.drafters import Feedback
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.target import Logprobs, SequenceRequest, TargetInfo
+from engine.tree import CandidateTree
+
+
+def check_request(request: SequenceRequest, info: TargetInfo) -> None:
+    """Refuse what cannot be decoded: raises InvalidRequest or PromptTooLong, naming the field."""
+    if not len(request.prompt):
+        raise InvalidRequest("prompt is empty: give at least one token", "prompt")
+    if request.prompt.min() < 0 or request.prompt.max() >= info.vocab_size:
+        raise InvalidRequest(f"prompt has a token id outside [0, {info.vocab_size})", "prompt")
+    if len(request.prompt) >= info.context_length:
+        raise PromptTooLong(
+            f"prompt has {len(request.prompt)} tokens, but the context of {info.model} holds {info.context_length}, "
+            "answer included: shorten it",
+            "prompt",
+        )
+    try:
+        request.sampling.validate(info.vocab_size)
+        request.limits.validate()
+    except ValueError as error:
+        name, _, message = str(error).partition(": ")
+        raise InvalidRequest(f"{name} {message}", name) from error
+    if not -1 <= request.num_logprobs <= min(info.vocab_size, 1024):
+        raise InvalidRequest(f"logprobs must be between 0 and 1024: {request.num_logprobs}", "logprobs")
+    stray = [i for i in request.limits.stop_ids if not 0 <= i < info.vocab_size]
+    if stray:
+        raise InvalidRequest(f"stop_token_ids has an id outside [0, {info.vocab_size}): {stray[0]}", "stop_token_ids")
+
+
+class Sampler:
+    """The choices of one sequence. Holds what processors need of the prefix, and scratch space of 17 bytes a vocabulary entry.
+
+    The context limit acts as a limit on new tokens: `limits.max_tokens` is what fits.
+    """
+
+    def __init__(self, request: SequenceRequest, vocab_size: int, context_length: int | None = None) -> None:
+        params = request.sampling
+        room = request.limits.max_tokens if context_length is None else context_length - len(request.prompt)
+        self.limits = Limits(min(request.limits.max_tokens, room), min(request.limits.min_tokens, room), request.limits.stop_ids)
+        self.num_emitted = 0
+        self._params = params
+        self._num_logprobs = request.num_logprobs
+        self._position = len(request.prompt)
+        self._penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        self._seen = np.unique(request.prompt) if params.repetition_penalty != 1 else np.zeros(0, np.int32)
+        self._counts: dict[int, int] = {}
+        self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
+        self._bias = np.array([b for _, b in params.logit_bias], np.float32)
+        self._stop_ids = np.array(sorted(request.limits.stop_ids), np.int64)
+        self._seed = np.uint64(params.seed)
+        sampled = vocab_size if params.temperature > 0 else 0
+        self._scratch = (np.empty(sampled), np.empty(sampled), np.empty(sampled, np.bool_))
+
+    def choose(self, logits: NDArray[np.float32], emitted: Sequence[int]) -> int:
+        """The target's token after the committed prefix and `emitted` (this step's tokens so far), from raw logits float32 [V].
+
+        Under 1 ms for 152,000 entries; greedy without processors some 20 microseconds. `logits` is not changed.
+        """
+        params = self._params
+        scores = self._process(logits, emitted)
+        if params.temperature == 0:
+            return int(np.argmax(scores))
+        position = self._position + len(emitted)
+        return int(
+            kernels.choose(
+                scores, params.temperature, params.top_k, params.top_p, params.min_p, self._seed, position, *self._scratch
+            )
+        )
+
+    def _process(self, logits: NDArray[np.float32], emitted: Sequence[int]) -> NDArray[np.float32]:
+        masked = len(self._stop_ids) and self.num_emitted + len(emitted) < self.limits.min_tokens
+        if not (self._penalized or len(self._bias_ids) or masked):
+            return logits
+        scores = logits.copy()
+        if self._penalized:
+            self._penalize(scores, emitted)
+        if len(self._bias_ids):
+            scores[self._bias_ids] += self._bias
+        if masked:
+            scores[self._stop_ids] = -np.inf
+        return scores
+
+    def _penalize(self, scores: NDArray[np.float32], emitted: Sequence[int]) -> None:
+        """CTRL's repetition penalty over prompt and answer; OpenAI's presence and frequency penalties over the answer."""
+        params = self._params
+        counts = dict(self._counts)
+        for token in emitted:
+            counts[token] = counts.get(token, 0) + 1
+        said = np.array(list(counts), np.int64)
+        if params.repetition_penalty != 1:
+            seen = np.union1d(self._seen, said).astype(np.int64)
+            old = scores[seen]
+            penalty = np.float32(params.repetition_penalty)
+            scores[seen] = np.where(old > 0, old / penalty, old * penalty)
+        if len(said):
+            times = np.array(list(counts.values()), np.float32)
+            scores[said] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
+
+    def logprobs(self, logits: NDArray[np.float32], tokens: NDArray[np.int32]) -> Logprobs | None:
+        """Log-softmax of raw logits (float32 [n, V]) at `tokens` (int32 [n]), None unless the request asked for them."""
+        if self._num_logprobs < 0:
+            return None
+        k = self._num_logprobs
+        chosen = np.empty(len(tokens))
+        top_ids = np.empty((len(tokens), k), np.int32)
+        top = np.empty((len(tokens), k))
+        for i, token in enumerate(tokens):
+            row = logits[i].astype(np.float64)
+            row -= row.max()
+            row -= np.log(np.exp(row).sum())
+            chosen[i] = row[token]
+            top_ids[i] = largest(logits[i], k)
+            top[i] = row[top_ids[i]]
+        return Logprobs(chosen, top_ids, top)
+
+    def commit(self, tokens: NDArray[np.int32]) -> None:
+        """The tokens of a step are out: move on past them."""
+        self.num_emitted += len(tokens)
+        self._position += len(tokens)
+        if self._penalized:
+            for token in tokens.tolist():
+                self._counts[token] = self._counts.get(token, 0) + 1
+
+
+def largest(row: NDArray[np.float32], k: int) -> NDArray[np.int32]:
+    """int32 [k], the ids of the k largest entries, best first, ties to the lowest id. O(V + k log k)."""
+    if k < 1:
+        return np.zeros(0, np.int32)
+    k = min(k, len(row))
+    bound = np.partition(row, len(row) - k)[len(row) - k]
+    above = np.flatnonzero(row > bound)
+    ids = np.concatenate([above, np.flatnonzero(row == bound)[: k - len(above)]])
+    return ids[np.lexsort((ids, -row[ids]))].astype(np.int32)
+
+
+def feedback(tree: CandidateTree, logits: NDArray[np.float32], top_k: int) -> Feedback:
+    """What the sources may learn from the verified rows: `logits` float32 [num_verified, V] of the tree's first nodes."""
+    if top_k < 1:
+        return Feedback()
+    top_ids = np.stack([largest(row, top_k) for row in logits])
+    return Feedback(top_ids=top_ids, nodes=tree.tokens[: len(logits)].copy())

@@ -1,0 +1,245 @@
+"""Drafts, the one tree they are merged into, and how large a tree pays.
+
+A tree is two arrays: the parent of node i is `parents[i]`, the token at node i is `tokens[i]`. Node 0 is the *root*, the last
+committed token; it is no candidate, its row in a pass yields the first new token. No node objects: arrays are cheap to send,
+to mask and to merge.
+
+This module is pure: numpy in, numpy out. It knows no I/O, clock, random state, torch or gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import kernels
+
+CANDIDATE = 0
+LOOKAHEAD = 1
+"""Roles of nodes: the walk enters candidates only; a lookahead row feeds an n-gram pool through its argmax."""
+
+MAX_SOURCES = 63
+"""Sources of one request; a node's sources are bits of an int64."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposal by one source: n nodes below the root.
+
+    1. `tokens` int32 [n], ids of the target's vocabulary.
+    2. `parents` int32 [n], the index of each node's parent in this draft, -1 for the root; parents[i] < i.
+    3. `probs` float32 [n] in [0, 1]: the estimated probability that the TARGET emits the node, given that it emitted its parent.
+    4. Siblings have different tokens, and their probs sum to at most 1 (up to rounding).
+    5. `lengths` int32 [n] and `counts` int32 [n] say how good the evidence is: the length of the matching context and how often
+       it was seen (0: not applicable). Calibration keeps its counts per bucket of the two.
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    probs: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+    @staticmethod
+    def empty() -> Draft:
+        """The draft of a source that has nothing to say."""
+        return _EMPTY_DRAFT
+
+    @staticmethod
+    def of(
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        probs: Sequence[float],
+        lengths: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Draft:
+        """A draft from plain sequences; evidence left out is taken as not applicable."""
+        zeros = [0] * len(tokens)
+        return Draft(
+            np.asarray(tokens, np.int32),
+            np.asarray(parents, np.int32),
+            np.asarray(probs, np.float32),
+            np.asarray(zeros if lengths is None else lengths, np.int32),
+            np.asarray(zeros if counts is None else counts, np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError naming the first invariant that does not hold. Called on every draft that enters a session."""
+        n = len(self.tokens)
+        for name in ("parents", "probs", "lengths", "counts"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"draft has {n} tokens but {len(getattr(self, name))} {name}")
+        fault = kernels.draft_fault(self.tokens, self.parents, self.probs, vocab_size)
+        if fault:
+            raise ValueError(f"draft breaks an invariant: {_DRAFT_FAULTS[fault]}")
+
+
+_DRAFT_FAULTS = {
+    1: "a token outside the vocabulary",
+    2: "a parent that does not precede its node",
+    3: "a probability outside [0, 1]",
+    4: "two siblings with one token",
+}
+
+_EMPTY_DRAFT = Draft.of([], [], [])
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """What goes to the target for verification: the root and the candidates, best first.
+
+    1. `tokens` int32 [n], n >= 1; tokens[0] is the root, the last committed token.
+    2. `parents` int32 [n]; parents[0] = -1, and 0 <= parents[i] < i for every other node.
+    3. `probs` float32 [n] is the estimated probability of the whole path to the node; probs[0] = 1, and no node's exceeds its parent's.
+    4. Candidates come in falling order of `probs`, so the first m nodes are the best tree of m nodes, whatever m.
+    5. `sources` int64 [n]: bit s is set if source s of the session proposed the node; 0 for the root.
+    6. `roles` uint8 [n]: CANDIDATE or LOOKAHEAD. Candidates come first. Candidate siblings have different tokens.
+    7. `position` is the absolute position of the root in the sequence (0: the first prompt token).
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    probs: NDArray[np.float32]
+    sources: NDArray[np.int64]
+    roles: NDArray[np.uint8]
+    position: int
+
+    @staticmethod
+    def root_only(token: int, position: int) -> CandidateTree:
+        """The smallest tree: verifying it is plain decoding."""
+        return CandidateTree(
+            np.array([token], np.int32),
+            np.array([-1], np.int32),
+            np.ones(1, np.float32),
+            np.zeros(1, np.int64),
+            np.zeros(1, np.uint8),
+            position,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def depths(self) -> NDArray[np.int32]:
+        """int32 [n]: each node's distance from the root. A row's absolute position is `position + depth`."""
+        depths = np.zeros(len(self), np.int32)
+        for i in range(1, len(self)):
+            depths[i] = depths[self.parents[i]] + 1
+        return depths
+
+    def cut(self, size: int) -> CandidateTree:
+        """The best tree of at most `size` nodes, the root among them; `size` below 1 is taken as 1."""
+        m = max(1, min(size, len(self)))
+        if m == len(self):
+            return self
+        return CandidateTree(self.tokens[:m], self.parents[:m], self.probs[:m], self.sources[:m], self.roles[:m], self.position)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError naming the first invariant that does not hold. Called where trees enter from outside, and in tests."""
+        n = len(self)
+        if n < 1:
+            raise ValueError("tree has no root")
+        for name in ("parents", "probs", "sources", "roles"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"tree has {n} tokens but {len(getattr(self, name))} {name}")
+        if self.position < 0:
+            raise ValueError(f"tree has a negative position: {self.position}")
+        fault = kernels.tree_fault(self.tokens, self.parents, self.probs, self.roles, vocab_size)
+        if fault:
+            raise ValueError(f"tree breaks an invariant: {_TREE_FAULTS[fault]}")
+
+
+_TREE_FAULTS = {
+    1: "a token outside the vocabulary",
+    2: "a parent that does not precede its node",
+    3: "a path probability outside [0, 1] or above its parent's",
+    4: "two candidate siblings with one token",
+    5: "a role that is neither candidate nor lookahead, or a candidate after a lookahead row",
+    6: "the root is not node 0",
+    7: "candidates not in falling order of path probability",
+}
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds a pass takes for N rows, as last measured, at the present context and load.
+
+    1. `rows` int32 [k], k >= 1, rising, rows[0] = 1; `seconds` float64 [k], positive, never falling.
+    2. Between two points it is linear; beyond the last it goes on with the last slope.
+    """
+
+    rows: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+
+    @staticmethod
+    def flat(seconds: float = 1.0) -> CostCurve:
+        """Rows are free: every tree is as large as its budget."""
+        return CostCurve(np.array([1], np.int32), np.array([seconds], np.float64))
+
+    def at(self, count: NDArray[np.int64] | int) -> NDArray[np.float64]:
+        """float64, the time of a pass of `count` rows (any shape)."""
+        n = np.asarray(count, np.float64)
+        inside = np.interp(n, self.rows, self.seconds)
+        if len(self.rows) < 2:
+            return np.asarray(inside)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+        return np.asarray(inside + np.maximum(n - self.rows[-1], 0.0) * slope)
+
+    def validate(self) -> None:
+        """Raise ValueError if an invariant does not hold."""
+        if not len(self.rows) or len(self.rows) != len(self.seconds) or self.rows[0] != 1:
+            raise ValueError(f"cost curve needs one time for each row count, from 1 row up: {self.rows.tolist()}")
+        if np.any(np.diff(self.rows) <= 0) or np.any(np.diff(self.seconds) < 0) or self.seconds[0] <= 0:
+            raise ValueError(f"cost curve must rise: {self.seconds.tolist()}")
+
+
+def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int = 1) -> int:
+    """How many of the nodes are worth a row: the number m that makes (B + sum of the first m) / t(B + m) largest.
+
+    `path_probs` float32 [n], candidates of all B = `num_trees` trees together (roots left out), in falling order. Each tree
+    yields one token in any case, and every node its path probability; so this maximizes expected tokens per second. Where t is
+    convex it is the rule of DESIGN 5: a further node pays while its path probability exceeds t'(N) (B + sum A) / t(N).
+    Returns 0 <= m <= n, the smallest such m. O(n).
+    """
+    if not len(path_probs):
+        return 0
+    gain = num_trees + np.concatenate(([0.0], np.cumsum(path_probs, dtype=np.float64)))
+    seconds = curve.at(num_trees + np.arange(len(gain)))
+    return int(np.argmax(gain / seconds))
+
+
+def merge(
+    drafts: Sequence[Draft],
+    weights: Sequence[float],
+    root: int,
+    position: int,
+    budget: int,
+) -> CandidateTree:
+    """One tree of at most `budget` candidates out of many drafts: equal paths are one node, the likeliest paths first.
+
+    A node's probability given its parent is the linear pool of the sources that had something to say at the parent (that
+    proposed the parent and at least one child of it), weighted by `weights` (positive, one a draft): the pool's sum over siblings
+    stays at most 1. A best-first heap then takes nodes by path probability, ties by the smaller token, so the result is
+    prefix-closed, optimal for every size under the estimates, and the same for the same input. Drafts must be valid.
+
+    Cost: O(total nodes x log) in one numba kernel, some microseconds for a hundred nodes. No drafts, or a budget below 1: the root alone.
+    The order of selection is that of OPT-Tree (arXiv 2406.17276) and DySpec.
+    """
+    if len(drafts) > MAX_SOURCES:
+        raise ValueError(f"too many drafts for one tree: {len(drafts)}, at most {MAX_SOURCES}")
+    total = sum(len(d) for d in drafts)
+    if not total or budget < 1:
+        return CandidateTree.root_only(root, position)
+    tokens = np.concatenate([d.tokens for d in drafts])
+    parents = np.concatenate([d.parents for d in drafts])
+    probs = np.concatenate([d.probs for d in drafts])
+    ends = np.cumsum([len(d) for d in drafts]).astype(np.int64)
+    out_tokens, out_parents, out_probs, out_sources = kernels.merge(
+        tokens, parents, probs, ends, np.asarray(weights, np.float64), root, budget
+    )
+    return CandidateTree(out_tokens, out_parents, out_probs, out_sources, np.zeros(len(out_tokens), np.uint8), position)
