@@ -8,7 +8,7 @@ Importing this module needs numpy only.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
-from engine.errors import InvalidRequest, PromptTooLong
+from engine.errors import InvalidRequest
 from engine.target import Logprobs, TargetInfo
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class GenerationRequest:
     """One request for text.
 
     1. `prompt` is text, or int32 [n] token ids, used as they are; not empty.
-    2. `max_tokens` >= 1 new tokens, 0 <= `min_tokens` <= `max_tokens`: before `min_tokens` are out no stop id is chosen and no
-       stop string ends the text.
+    2. `max_tokens` >= 1 new tokens, fewer if the context ends before; 0 <= `min_tokens` <= `max_tokens`: before `min_tokens` are
+       out no stop id is chosen and no stop string ends the text.
     3. `stop`: at most MAX_STOPS non-empty strings of at most MAX_STOP_BYTES bytes. Text ends before the first to appear, or
        after it if `include_stop`. Ids, logprobs, usage and statistics end with the token that completes it.
     4. `stop_token_ids`: at most MAX_STOPS; they and the model's end-of-sequence ids (unless `ignore_eos`) end the sequence.
@@ -99,7 +99,7 @@ class GenerationRequest:
     request_id: str = ""
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequest naming the first field that is out of range. Length against the context is `check_length`'s."""
+        """Raise InvalidRequest naming the first field that is out of range. Whether the prompt fits the context the target says."""
         if not len(self.prompt):
             raise InvalidRequest("must not be empty; give text, token ids or messages", "prompt")
         if not isinstance(self.prompt, str) and not _all_below(self.prompt, vocab_size):
@@ -126,16 +126,6 @@ class GenerationRequest:
         """When the target ends the sequence; `eos_ids` are the model's end-of-sequence ids."""
         stop_ids = frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
         return Limits(self.max_tokens, self.min_tokens, stop_ids)
-
-
-def check_length(num_prompt: int, max_tokens: int, context_length: int) -> None:
-    """Raise PromptTooLong unless prompt and answer fit the context together. Equality fits."""
-    if num_prompt + max_tokens > context_length:
-        raise PromptTooLong(
-            f"prompt and max_tokens do not fit the context of {context_length} tokens: {num_prompt} + {max_tokens}; "
-            "shorten the prompt or lower max_tokens",
-            "max_tokens" if num_prompt < context_length else "prompt",
-        )
 
 
 @dataclass(frozen=True)
@@ -268,7 +258,7 @@ class Engine(Protocol):
         """Names of the drafters this server runs."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """An async generator of Chunks and one Final. Closing it early frees everything within one step.
 
         Raises errors of `engine.errors`, before the first event where the request is at fault.
@@ -276,7 +266,7 @@ class Engine(Protocol):
         ...
 
     def corpora(self, tenant: str) -> list[CorpusInfo]:
-        """All corpora of a tenant, by name; an empty list if it has none."""
+        """All corpora of a tenant, by name; an empty list if it has none. Called on the event loop: reads headers, not indexes."""
         ...
 
 

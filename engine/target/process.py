@@ -1,0 +1,100 @@
+"""Starts a worker as a child process and connects to it over a Unix socket that only this user can reach.
+
+Call it before the process creates a gRPC server or channel of its own: gRPC's threads do not survive a fork. The child ends with
+this process, whatever ends it: it holds a pipe whose other end is here (see `engine.target.server.end_with_parent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from engine.errors import ModelError, WorkerLost
+from engine.target.remote import RemoteTarget
+
+START_SECONDS = 600.0
+"""A large model may have to be read from a slow disk."""
+STOP_SECONDS = 5.0
+NUM_LAST_LINES = 12
+
+
+class WorkerProcess:
+    """A running worker: `target` to talk to it, `wait()` to learn that it died, `close()` to end it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self.process = process
+        self.target: RemoteTarget
+        self._folder = folder
+        self._tail = b""
+        self._relay = asyncio.create_task(self._relay_stderr())
+
+    @property
+    def last_lines(self) -> str:
+        """The end of what the worker wrote to its standard error."""
+        return "\n".join(self._tail.decode(errors="replace").splitlines()[-NUM_LAST_LINES:])
+
+    async def wait(self) -> int:
+        """The exit code, once the worker has ended (negative: the signal that ended it)."""
+        code = await self.process.wait()
+        await self._relay
+        return code
+
+    async def close(self) -> None:
+        """Disconnect, ask the worker to end, and make it end after a few seconds. Safe to call twice."""
+        if hasattr(self, "target"):
+            await self.target.close()
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        await self._relay
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _relay_stderr(self) -> None:
+        assert self.process.stderr is not None
+        while chunk := await self.process.stderr.read(4096):
+            self._tail = (self._tail + chunk)[-4096:]
+            sys.stderr.write(chunk.decode(errors="replace"))
+            sys.stderr.flush()
+
+
+async def start_worker(args: Sequence[str], timeout: float = START_SECONDS) -> WorkerProcess:
+    """Start `python -m engine.target.server` with `args` (`--address` is chosen here) and wait until it answers.
+
+    What it writes to standard error comes out on ours. Raises ModelError with its last lines if it ends while starting,
+    WorkerLost if it does not answer within `timeout` seconds; no process is left then.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="draftloom-"))  # mode 700
+    address = f"unix:{folder / 'worker.sock'}"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "engine.target.server", "--address", address, "--with-parent", *args),
+        stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    worker = WorkerProcess(process, folder)
+    ended = asyncio.create_task(process.wait())
+    connecting = asyncio.create_task(RemoteTarget.connect(address, timeout))
+    try:
+        await asyncio.wait([ended, connecting], return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            code = await worker.wait()
+            raise ModelError(f"the worker ended while starting, with exit code {code}:\n{worker.last_lines}")
+        worker.target = connecting.result()
+    except BaseException as error:
+        connecting.cancel()
+        await asyncio.shield(worker.close())
+        if isinstance(error, WorkerLost):
+            raise WorkerLost(f"the worker did not answer within {timeout:g} s:\n{worker.last_lines}") from None
+        raise
+    finally:
+        ended.cancel()
+    return worker

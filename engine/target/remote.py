@@ -1,0 +1,126 @@
+"""A worker in another process or on another machine, behind the same interface as one in this.
+
+One open sequence is one bidirectional stream. A connection that breaks raises WorkerLost; errors the worker raised on purpose
+arrive as the same class, with the same message and field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+
+from draftloom.v1 import target_pb2, target_pb2_grpc
+from engine.errors import WorkerLost
+from engine.server.errors import from_rpc_error
+from engine.server.listen import MAX_MESSAGE_BYTES
+from engine.target import SequenceRequest, StepResult, TargetInfo, wire
+from engine.tree import CandidateTree, CostCurve
+
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Find a worker's machine that vanished without closing its connections. A worker deep in a pass answers late, not never.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 60_000),
+    # A worker that starts, or comes back, is found within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+CLOSE_SECONDS = 1.0
+"""How long leaving a sequence waits for the worker to say that its memory is free."""
+
+
+class RemoteTarget:
+    """A worker at an address; see `connect`."""
+
+    def __init__(self, channel: grpc.aio.Channel, info: TargetInfo) -> None:
+        self.info = info
+        self._channel = channel
+        self._decode: Any = target_pb2_grpc.TargetServiceStub(channel).Decode
+
+    @staticmethod
+    async def connect(address: str, timeout: float = 30.0) -> RemoteTarget:
+        """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer. Raises WorkerLost."""
+        channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        try:
+            message = await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=timeout, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise WorkerLost(f"no worker answers within {timeout:g} s: {address}; is it running?") from None
+            raise from_rpc_error(error) from None
+        except BaseException:
+            await channel.close()
+            raise
+        return RemoteTarget(channel, wire.info_from_wire(message))
+
+    @asynccontextmanager
+    async def open(self, request: SequenceRequest) -> AsyncIterator[RemoteSequence]:
+        """See engine.target.Target. Leaving waits, at most a second, until the worker has freed the sequence; an error or a
+        cancellation in the body cancels the stream at once instead."""
+        call = self._decode()
+        try:
+            opened = await _exchange(call, target_pb2.DecodeRequest(open=wire.open_to_wire(request)))
+            sequence = RemoteSequence(call, wire.curve_from_wire(opened.opened.curve))
+            yield sequence
+            await _finish(call)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """End the connection; sequences still open raise WorkerLost."""
+        await self._channel.close()
+
+
+class RemoteSequence:
+    """One sequence at a remote worker."""
+
+    def __init__(self, call: Any, curve: CostCurve) -> None:
+        self.curve = curve
+        self._call = call
+        self._finished = False
+
+    async def step(self, tree: CandidateTree) -> StepResult:
+        """See engine.target.TargetSequence. One step at a time."""
+        if self._finished:
+            raise RuntimeError("the sequence has finished")
+        response = await _exchange(self._call, target_pb2.DecodeRequest(step=wire.tree_to_wire(tree)))
+        if response.WhichOneof("response") == "refused":
+            raise ValueError(response.refused.message)
+        result = wire.step_from_wire(response.step)
+        self.curve = result.curve or self.curve
+        self._finished = bool(result.finish)
+        return result
+
+
+async def _exchange(call: Any, message: target_pb2.DecodeRequest) -> target_pb2.DecodeResponse:
+    """One message there, one back. Raises what the worker raised, WorkerLost if it is gone."""
+    try:
+        with suppress(asyncio.InvalidStateError):  # the call is over: reading says why
+            await call.write(message)
+        response = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise WorkerLost("the connection to the worker was closed") from None
+    if response is grpc.aio.EOF:
+        raise WorkerLost("the worker ended the sequence; it may be shutting down")
+    return response  # type: ignore[no-any-return]
+
+
+async def _finish(call: Any) -> None:
+    """Say that no step follows, and wait until the worker has freed the sequence."""
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await call.done_writing()
+            await call.code()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        return

@@ -1,0 +1,151 @@
+"""A worker as a process of its own: any target behind draftloom.v1.TargetService.
+
+    python -m engine.target.server --address unix:/run/worker.sock --model smollm2-135m --dtype int8
+
+The pass runs on the thread of the event loop, on purpose: a second busy Python thread beside it would slow it down many times
+over. So the process does nothing but passes and the messages between them, and answers health checks when a pass is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from draftloom.v1 import target_pb2, target_pb2_grpc
+from engine.errors import EngineError, InvalidRequest
+from engine.server.interceptors import Context, Guard
+from engine.server.listen import OPTIONS, add_health, bind
+from engine.target import Target, TargetSequence, wire
+
+log = logging.getLogger("draftloom.worker")
+
+STOP_SECONDS = 5.0
+
+
+class TargetService(target_pb2_grpc.TargetServiceServicer):
+    """One Decode stream is one sequence, held in the target's own context: however the stream ends, the sequence is freed."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    async def GetInfo(self, message: target_pb2.GetInfoRequest, context: Context) -> target_pb2.GetInfoResponse:
+        return wire.info_to_wire(self._target.info)
+
+    async def Decode(self, messages: AsyncIterator[target_pb2.DecodeRequest], context: Context) -> None:
+        first = await anext(messages, None)
+        if first is None:
+            return
+        if first.WhichOneof("request") != "open":
+            raise InvalidRequest("a Decode stream begins with it", "open")
+        async with self._target.open(wire.open_from_wire(first.open)) as sequence:
+            opened = target_pb2.OpenResponse(curve=wire.curve_to_wire(sequence.curve))
+            await context.write(target_pb2.DecodeResponse(opened=opened))
+            async for message in messages:
+                if message.WhichOneof("request") != "step":
+                    raise InvalidRequest("the sequence is open; only steps may follow", "step")
+                await context.write(await _step(sequence, message.step))
+
+
+async def _step(sequence: TargetSequence, message: target_pb2.StepRequest) -> target_pb2.DecodeResponse:
+    """An ill-formed tree leaves the sequence as it was, so the stream goes on."""
+    try:
+        result = await sequence.step(wire.tree_from_wire(message))
+    except ValueError as error:
+        return target_pb2.DecodeResponse(refused=target_pb2.StepRefused(message=str(error)))
+    return target_pb2.DecodeResponse(step=wire.step_to_wire(result))
+
+
+async def serve_target(target: Target, address: str) -> grpc.aio.Server:
+    """Serve `target` at `address`; returns the started server, healthy. Stopping it leaves `target` open.
+
+    Raises ConfigError if the address cannot be bound.
+    """
+    server = grpc.aio.server(interceptors=[Guard()], options=OPTIONS)
+    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(target), server)
+    health = add_health(server, target_pb2.DESCRIPTOR)
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    bind(server, address)
+    await server.start()
+    return server
+
+
+def load(args: argparse.Namespace) -> Target:
+    """The target the command line asks for. Raises ModelError, ConfigError."""
+    if args.fake:
+        from engine.target.fake import FakeTarget
+
+        return FakeTarget(vocab_size=args.fake_vocab)
+    from engine.target.local import LocalTarget
+
+    return LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads, kv_memory=args.kv_memory)
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Load, serve until SIGTERM, close. SIGINT is the engine's to handle: a Ctrl-C reaches the whole group of processes."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    target = load(args)
+    server = await serve_target(target, args.address)
+    log.info("worker for %s at %s", target.info.model, args.address)
+    await stopped.wait()
+    await server.stop(STOP_SECONDS)
+    await target.close()
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input does: the parent holds the other end of that pipe, alive.
+
+    A thread that sleeps in read() all its life; it works on every Unix, while a model is loading, and after a kill -9.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of a worker; `engine.target.process` starts one with them."""
+    parser = argparse.ArgumentParser(prog="python -m engine.target.server", description="A Draftloom target worker.")
+    parser.add_argument("--address", required=True, help="unix:PATH or HOST:PORT; anyone who can connect can use the model")
+    parser.add_argument("--model", help="name, folder or file of the model")
+    parser.add_argument("--dtype", default="auto", help="auto, int8, bfloat16 or float32")
+    parser.add_argument("--threads", type=int, help="threads of a pass; default: one for each physical core")
+    parser.add_argument("--kv-memory", type=int, default=2 << 30, help="bytes for keys and values of open sequences")
+    parser.add_argument("--fake", action="store_true", help="a hashed language model without weights, for tests")
+    parser.add_argument("--fake-vocab", type=int, default=64, help="its vocabulary")
+    parser.add_argument("--with-parent", action="store_true", help="end when standard input ends")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 after SIGTERM, 2 for options that make no sense, 1 for a model or an address that does not work."""
+    args = parser().parse_args(argv)
+    if not args.fake and not args.model:
+        parser().error("--model is needed: the name, folder or file of a model (or --fake)")
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if args.with_parent:
+        end_with_parent()
+    try:
+        asyncio.run(run(args))
+    except EngineError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""target.proto <-> the dataclasses of `engine.target`; one pair of functions for each message, the same names on both sides.
+
+Arrays travel as packed numbers. Whoever receives checks that numbers fit the arrays they go into and that parallel arrays are
+of one length; whether a tree or a request makes sense is the target's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftloom.v1 import generation_pb2, target_pb2
+from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
+from engine.drafters import Feedback
+from engine.errors import InvalidRequest
+from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo
+from engine.tree import CandidateTree, CostCurve
+
+FINISHES = {
+    "": generation_pb2.FINISH_REASON_UNSPECIFIED,
+    STOP: generation_pb2.FINISH_REASON_STOP,
+    LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_NAMES = {reason: name for name, reason in FINISHES.items()}
+
+
+def ids_array(ids: Iterable[int], field: str) -> NDArray[np.int32]:
+    """int32 [n]. Raises InvalidRequest naming `field` for an id of 2^31 or more, which no vocabulary has."""
+    wide = np.array(list(ids), np.int64)
+    if len(wide) and wide.max() >= 1 << 31:
+        raise InvalidRequest(f"has a number too large for a token id: {wide.max()}", field)
+    return wide.astype(np.int32)
+
+
+# Sampling, shared with the clients' API.
+
+
+def sampling_to_wire(params: SamplingParams) -> generation_pb2.SamplingParams:
+    return generation_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+    )
+
+
+def sampling_from_wire(message: generation_pb2.SamplingParams, seed: int) -> SamplingParams:
+    """What is absent takes its default, and `seed` where the message has none. The bias is sorted by id, so that it is one value."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        seed=message.seed if message.HasField("seed") else seed,
+    )
+
+
+# What a worker says about its model.
+
+
+def info_to_wire(info: TargetInfo) -> target_pb2.GetInfoResponse:
+    return target_pb2.GetInfoResponse(
+        model=info.model,
+        tokenizer_fingerprint=info.fingerprint,
+        vocab_size=info.vocab_size,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_ids,
+        dtype=info.dtype,
+        strict=info.strict,
+        max_rows=info.max_rows,
+    )
+
+
+def info_from_wire(message: target_pb2.GetInfoResponse) -> TargetInfo:
+    return TargetInfo(
+        model=message.model,
+        fingerprint=message.tokenizer_fingerprint,
+        vocab_size=message.vocab_size,
+        context_length=message.context_length,
+        eos_ids=tuple(message.eos_token_ids),
+        dtype=message.dtype,
+        strict=message.strict,
+        max_rows=message.max_rows,
+    )
+
+
+# Opening a sequence.
+
+
+def open_to_wire(request: SequenceRequest) -> target_pb2.OpenRequest:
+    return target_pb2.OpenRequest(
+        tenant=request.tenant,
+        prompt=request.prompt.tolist(),
+        sampling=sampling_to_wire(request.sampling),
+        max_tokens=request.limits.max_tokens,
+        min_tokens=request.limits.min_tokens,
+        stop_token_ids=sorted(request.limits.stop_ids),
+        logprobs=None if request.num_logprobs < 0 else request.num_logprobs,
+        feedback_top_k=request.feedback_top_k,
+    )
+
+
+def open_from_wire(message: target_pb2.OpenRequest) -> SequenceRequest:
+    """Raises InvalidRequest for ids that are none."""
+    return SequenceRequest(
+        prompt=ids_array(message.prompt, "prompt"),
+        sampling=sampling_from_wire(message.sampling, seed=0),
+        limits=Limits(message.max_tokens, message.min_tokens, frozenset(message.stop_token_ids)),
+        tenant=message.tenant,
+        num_logprobs=message.logprobs if message.HasField("logprobs") else -1,
+        feedback_top_k=message.feedback_top_k,
+    )
+
+
+# Steps.
+
+
+def tree_to_wire(tree: CandidateTree) -> target_pb2.StepRequest:
+    return target_pb2.StepRequest(
+        position=tree.position,
+        tokens=tree.tokens.tolist(),
+        parents=tree.parents.tolist(),
+        probs=tree.probs.tolist(),
+        sources=tree.sources.tolist(),
+        roles=tree.roles.tolist(),
+    )
+
+
+def tree_from_wire(message: target_pb2.StepRequest) -> CandidateTree:
+    """Raises ValueError for a number that fits no array; the target validates the rest."""
+    try:
+        return CandidateTree(
+            np.array(message.tokens, np.int32),
+            np.array(message.parents, np.int32),
+            np.array(message.probs, np.float32),
+            np.array(message.sources, np.int64),
+            np.array(message.roles, np.uint8),
+            message.position,
+        )
+    except OverflowError as error:
+        raise ValueError(f"tree has a number that is too large: {error}") from None
+
+
+def step_to_wire(result: StepResult) -> target_pb2.StepResponse:
+    top_ids = result.feedback.top_ids
+    return target_pb2.StepResponse(
+        path=result.path.tolist(),
+        tokens=result.tokens.tolist(),
+        finish=FINISHES[result.finish],
+        verified=result.verified.tolist(),
+        feedback=target_pb2.Feedback(
+            nodes=result.feedback.nodes.tolist(), top_ids=top_ids.ravel().tolist(), top_k=top_ids.shape[1]
+        ),
+        logprobs=logprobs_to_wire(result.logprobs),
+        curve=None if result.curve is None else curve_to_wire(result.curve),
+        seconds=result.seconds,
+    )
+
+
+def step_from_wire(message: target_pb2.StepResponse) -> StepResult:
+    """`logprobs` is None if the message has none; a step emits a token at least, so none were asked for."""
+    nodes = np.array(message.feedback.nodes, np.int32)
+    top_k = message.feedback.top_k
+    top_ids = np.array(message.feedback.top_ids, np.int32).reshape(-1, top_k) if top_k else np.zeros((0, 0), np.int32)
+    return StepResult(
+        path=np.array(message.path, np.int32),
+        tokens=np.array(message.tokens, np.int32),
+        finish=_FINISH_NAMES[message.finish],
+        verified=np.array(message.verified, np.int32),
+        feedback=Feedback(top_ids, nodes),
+        logprobs=logprobs_from_wire(message.logprobs),
+        curve=curve_from_wire(message.curve) if message.HasField("curve") else None,
+        seconds=message.seconds,
+    )
+
+
+def logprobs_to_wire(logprobs: Logprobs | None) -> list[generation_pb2.TokenLogprobs]:
+    if logprobs is None:
+        return []
+    return [
+        generation_pb2.TokenLogprobs(
+            logprob=chosen,
+            top=[generation_pb2.Alternative(token_id=i, logprob=x) for i, x in zip(ids, top, strict=True)],
+        )
+        for chosen, ids, top in zip(
+            logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True
+        )
+    ]
+
+
+def logprobs_from_wire(messages: Sequence[generation_pb2.TokenLogprobs]) -> Logprobs | None:
+    if not messages:
+        return None
+    shape = (len(messages), len(messages[0].top))
+    return Logprobs(
+        chosen=np.array([m.logprob for m in messages], np.float64),
+        top_ids=np.array([a.token_id for m in messages for a in m.top], np.int32).reshape(shape),
+        top=np.array([a.logprob for m in messages for a in m.top], np.float64).reshape(shape),
+    )
+
+
+def curve_to_wire(curve: CostCurve) -> target_pb2.CostCurve:
+    return target_pb2.CostCurve(rows=curve.rows.tolist(), seconds=curve.seconds.tolist())
+
+
+def curve_from_wire(message: target_pb2.CostCurve) -> CostCurve:
+    return CostCurve(np.array(message.rows, np.int32), np.array(message.seconds, np.float64))
