@@ -33,6 +33,9 @@ from numpy.typing import NDArray
 
 from engine.tree import CANDIDATE, CandidateTree
 
+_MOST_BIAS = 1e30
+"""Added to a float32 logit, it stays finite."""
+
 STOP = "stop"
 LENGTH = "length"
 
@@ -72,7 +75,7 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
             ("seed", 0 <= self.seed < 1 << 64, "must be between 0 and 2^64 - 1"),
             ("logit_bias", all(0 <= i < vocab_size for i, _ in self.logit_bias), f"has a token id outside [0, {vocab_size})"),
-            ("logit_bias", all(np.isfinite(b) for _, b in self.logit_bias), "has a bias that is not a finite number"),
+            ("logit_bias", all(abs(b) <= _MOST_BIAS for _, b in self.logit_bias), "has a bias outside [-1e30, 1e30] or not a number"),
             ("logit_bias", len({i for i, _ in self.logit_bias}) == len(self.logit_bias), "names a token id twice"),
         ]
         for name, ok, message in checks:

@@ -25,6 +25,9 @@ _LN2_HIGH = 0.693147180369123816490
 _LN2_LOW = 1.90821492927058770002e-10
 _ROUND = 1.5 * 2.0**52
 
+_SUM_ROOM = 1e-3
+"""How far rounding may carry the sum of siblings' probabilities above 1."""
+
 _jit = njit(nogil=True, cache=True, error_model="numpy")
 
 
@@ -33,7 +36,7 @@ _jit = njit(nogil=True, cache=True, error_model="numpy")
 
 @_jit
 def draft_fault(tokens: Any, parents: Any, probs: Any, vocab_size: int) -> int:
-    """0 if the arrays are a valid draft, else the number of the first broken invariant (tree.Draft). O(n^2), n is small."""
+    """0 if the arrays are a valid draft, else the fault found first (`tree._DRAFT_FAULTS`). O(n^2), n is small."""
     for i in range(len(tokens)):
         if tokens[i] < 0 or tokens[i] >= vocab_size:
             return 1
@@ -41,16 +44,21 @@ def draft_fault(tokens: Any, parents: Any, probs: Any, vocab_size: int) -> int:
             return 2
         if not (probs[i] >= 0.0 and probs[i] <= 1.0):
             return 3
+        total = np.float64(probs[i])
         for j in range(i):
-            if parents[j] == parents[i] and tokens[j] == tokens[i]:
-                return 4
+            if parents[j] == parents[i]:
+                if tokens[j] == tokens[i]:
+                    return 4
+                total += probs[j]
+        if total > 1.0 + _SUM_ROOM:
+            return 5
     return 0
 
 
 @_jit
 def tree_fault(tokens: Any, parents: Any, probs: Any, roles: Any, vocab_size: int) -> int:
-    """0 if the arrays are a valid candidate tree, else the number of the broken invariant (tree.CandidateTree). O(n^2)."""
-    if parents[0] != -1 or roles[0] != 0:
+    """0 if the arrays are a valid candidate tree, else the fault found first (`tree._TREE_FAULTS`). O(n^2)."""
+    if parents[0] != -1 or roles[0] != 0 or probs[0] != 1.0:
         return 6
     if tokens[0] < 0 or tokens[0] >= vocab_size:
         return 1
@@ -137,7 +145,7 @@ def merge(tokens: Any, parents: Any, probs: Any, ends: Any, weights: Any, root: 
                                 num_open += 1
                                 open_token[slot], open_parent[slot] = tokens[child], node
                                 open_prob[slot], open_sources[slot], open_cursor[slot] = 0.0, 0, -1
-                            open_prob[slot] += weights[who] / weight * probs[child]
+                            open_prob[slot] += weights[who] * probs[child]
                             open_sources[slot] |= np.int64(1) << who
                             follow[child] = open_cursor[slot]
                             open_cursor[slot] = child
@@ -147,7 +155,7 @@ def merge(tokens: Any, parents: Any, probs: Any, ends: Any, weights: Any, root: 
                 else:
                     at = follow[at]
         for slot in range(begin, num_open):
-            open_prob[slot] = out_probs[node] * min(open_prob[slot], 1.0)
+            open_prob[slot] = out_probs[node] * min(open_prob[slot] / weight, 1.0)
 
         if count == size or num_open == 0:
             break
@@ -311,17 +319,20 @@ def choose(
 
     argmax of score / temperature + gumbel(seed, position, token) over the support that top_k, then top_p, then min_p leave; ties go
     to the lower id. `seed` is uint64, `position` that of the token to choose; `z` and `weight` (float64 [V]) and `near` (bool [V])
-    are scratch. The vocabulary is read a few times but never sorted. O(V); well under 1 ms for 152,000 entries.
+    are scratch. NaN is ruled out too; where no score is finite, or one is +inf, the first of the largest is chosen (id 0 if all
+    are ruled out). The vocabulary is read a few times and only one bin of a histogram is sorted: O(V), unless the scores all fall
+    into one bin (temperatures in the thousands).
     """
     size = len(scores)
-    top = 0
+    top, highest = 0, -np.inf
     for i in range(size):
-        if scores[i] > scores[top]:
-            top = i
-    scale = 1.0 / temperature
-    highest = np.float64(scores[top])
+        if scores[i] > highest:
+            top, highest = i, np.float64(scores[i])
+    if not np.isfinite(highest):
+        return top
+    scale = min(1.0 / temperature, 1e300)  # so that 0 x scale is 0 for the smallest temperatures
     for i in range(size):
-        z[i] = (np.float64(scores[i]) - highest) * scale
+        z[i] = (np.float64(scores[i]) - highest) * scale if scores[i] <= highest else -np.inf
     exp_into(z, weight)
     last_z, last_id = -np.inf, size
     if top_k > 0 or top_p < 1.0:
@@ -373,7 +384,7 @@ def _support(z: Any, weight: Any, top_k: int, top_p: float) -> Any:
         order = _sorted_bin(z, b, num[b])
         for i in range(len(order)):
             covered += weight[order[i]]
-            if covered >= top_p * total:
+            if covered >= top_p * total or i == len(order) - 1:  # the bin's sum may exceed its members' in this order by rounding
                 token = order[i]
                 if z[token] > last_z or (z[token] == last_z and token < last_id):
                     last_z, last_id = z[token], token

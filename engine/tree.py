@@ -85,6 +85,7 @@ _DRAFT_FAULTS = {
     2: "a parent that does not precede its node",
     3: "a probability outside [0, 1]",
     4: "two siblings with one token",
+    5: "siblings whose probabilities sum to more than 1",
 }
 
 _EMPTY_DRAFT = Draft.of([], [], [])
@@ -160,7 +161,7 @@ _TREE_FAULTS = {
     3: "a path probability outside [0, 1] or above its parent's",
     4: "two candidate siblings with one token",
     5: "a role that is neither candidate nor lookahead, or a candidate after a lookahead row",
-    6: "the root is not node 0",
+    6: "node 0 is no root: parent -1, role candidate, probability 1",
     7: "candidates not in falling order of path probability",
 }
 
@@ -194,8 +195,10 @@ class CostCurve:
         """Raise ValueError if an invariant does not hold."""
         if not len(self.rows) or len(self.rows) != len(self.seconds) or self.rows[0] != 1:
             raise ValueError(f"cost curve needs one time for each row count, from 1 row up: {self.rows.tolist()}")
-        if np.any(np.diff(self.rows) <= 0) or np.any(np.diff(self.seconds) < 0) or self.seconds[0] <= 0:
-            raise ValueError(f"cost curve must rise: {self.seconds.tolist()}")
+        if np.any(np.diff(self.rows) <= 0) or np.any(np.diff(self.seconds) < 0):
+            raise ValueError(f"cost curve must rise: {self.rows.tolist()} rows in {self.seconds.tolist()} seconds")
+        if self.seconds[0] <= 0 or not np.all(np.isfinite(self.seconds)):
+            raise ValueError(f"cost curve needs positive, finite times: {self.seconds.tolist()}")
 
 
 def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int = 1) -> int:
