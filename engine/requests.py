@@ -73,8 +73,8 @@ class GenerationRequest:
     """One request for text.
 
     1. `prompt` is text, or int32 [n] token ids, used as they are; not empty.
-    2. `max_tokens` >= 1 new tokens, fewer if the context ends before; 0 <= `min_tokens` <= `max_tokens`: before `min_tokens` are
-       out no stop id is chosen and no stop string ends the text.
+    2. `max_tokens` >= 1 new tokens, fewer if the context ends before. 0 <= `min_tokens` <= `max_tokens`: before so many are out
+       no stop id is chosen and no stop string ends the text.
     3. `stop`: at most MAX_STOPS non-empty strings of at most MAX_STOP_BYTES bytes. Text ends before the first to appear, or
        after it if `include_stop`. Ids, logprobs, usage and statistics end with the token that completes it.
     4. `stop_token_ids`: at most MAX_STOPS; they and the model's end-of-sequence ids (unless `ignore_eos`) end the sequence.
@@ -99,7 +99,7 @@ class GenerationRequest:
     request_id: str = ""
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequest naming the first field that is out of range. Whether the prompt fits the context the target says."""
+        """Raise InvalidRequest naming the first field out of range. Whether the prompt fits the context, the target says."""
         if not len(self.prompt):
             raise InvalidRequest("must not be empty; give text, token ids or messages", "prompt")
         if not isinstance(self.prompt, str) and not _all_below(self.prompt, vocab_size):
@@ -266,7 +266,7 @@ class Engine(Protocol):
         ...
 
     def corpora(self, tenant: str) -> list[CorpusInfo]:
-        """All corpora of a tenant, by name; an empty list if it has none. Called on the event loop: reads headers, not indexes."""
+        """All corpora of a tenant, by name; an empty list if it has none. Called on the event loop, so reads headers only."""
         ...
 
 

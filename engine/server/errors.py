@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -121,10 +122,7 @@ def from_rpc_error(error: grpc.RpcError) -> EngineError:
     return kind(message)
 
 
-Detail = error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo
-
-
-def _add(status: status_pb2.Status, detail: Detail) -> None:
+def _add(status: status_pb2.Status, detail: Message) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)

@@ -1,7 +1,7 @@
 """Around every call: bytes are decoded, errors become statuses, and the tenant is decided, in one place each.
 
-grpc.aio by itself answers undecodable bytes and unforeseen exceptions with UNKNOWN and the exception's text. Here the former are
-INVALID_ARGUMENT, and the latter INTERNAL with a reference to the log; no text of an exception nobody foresaw leaves the process.
+grpc.aio by itself answers undecodable bytes and unforeseen exceptions with UNKNOWN and the exception's text. Here the former
+are INVALID_ARGUMENT, and the latter INTERNAL with a reference to the log: text nobody meant for a client stays in the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.server.errors import MalformedRequest, internal_status, to_status
 
 log = logging.getLogger("draftloom.server")
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 Deserializer = Callable[[bytes], Any]
 
 
@@ -65,12 +65,12 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
+            return None
         method = handler_call_details.method
         decode = _decoder(handler.request_deserializer)
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream

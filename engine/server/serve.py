@@ -1,7 +1,7 @@
 """One server for clients: the services, limits, and an end that finishes what was begun.
 
-Health has two names. "" is liveness: SERVING from start to the end of the process. "draftloom.v1.GenerationService" is readiness:
-SERVING between `set_ready(True)` and the beginning of the drain. Reflection is always on, so that grpcurl works unasked.
+Health has two names. "" is liveness: SERVING from start to the end of the process. "draftloom.v1.GenerationService" is
+readiness: SERVING between `set_ready(True)` and the beginning of the drain. Reflection is always on: grpcurl works unasked.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _SAMPLING = [
 ]
 _PATHS = {name: f"sampling.{name}" for name in _SAMPLING}
 _PATHS |= {name: f"stopping.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")}
-_PATHS |= {"include_stop": "stopping.include_stop_str_in_output", "num_logprobs": "logprobs", "messages": "prompt.chat.messages"}
+_PATHS |= {"include_stop": "stopping.include_stop_str_in_output", "messages": "prompt.chat.messages"}
 
 
 def field_path(field: str) -> str:

@@ -86,7 +86,8 @@ def load(args: argparse.Namespace) -> Target:
         return FakeTarget(vocab_size=args.fake_vocab)
     from engine.target.local import LocalTarget
 
-    return LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads, kv_memory=args.kv_memory)
+    target: Target = LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads, kv_memory=args.kv_memory)
+    return target
 
 
 async def run(args: argparse.Namespace) -> None:

@@ -52,7 +52,7 @@ def sampling_to_wire(params: SamplingParams) -> generation_pb2.SamplingParams:
 
 
 def sampling_from_wire(message: generation_pb2.SamplingParams, seed: int) -> SamplingParams:
-    """What is absent takes its default, and `seed` where the message has none. The bias is sorted by id, so that it is one value."""
+    """What is absent takes its default, the seed `seed`. The bias is sorted by id: equal requests give equal parameters."""
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
