@@ -201,10 +201,11 @@ class CostCurve:
             raise ValueError(f"cost curve needs positive, finite times: {self.seconds.tolist()}")
 
 
-def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int = 1) -> int:
+def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int = 1, other_rows: int = 0) -> int:
     """How many of the nodes are worth a row: the number m that makes (B + sum of the first m) / t(B + m) largest.
 
-    `path_probs` float32 [n], candidates of all B = `num_trees` trees together (roots left out), in falling order. Each tree
+    `path_probs` float32 [n], candidates of all B = `num_trees` trees together (roots left out), in falling order; `other_rows`
+    are in the pass anyway. Each tree
     yields one token in any case, and every node its path probability; so this maximizes expected tokens per second. Where t is
     convex it is the rule of DESIGN 5: a further node pays while its path probability exceeds t'(N) (B + sum A) / t(N).
     Returns 0 <= m <= n, the smallest such m. O(n).
@@ -212,7 +213,7 @@ def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int 
     if not len(path_probs):
         return 0
     gain = num_trees + np.concatenate(([0.0], np.cumsum(path_probs, dtype=np.float64)))
-    seconds = curve.at(num_trees + np.arange(len(gain)))
+    seconds = curve.at(num_trees + other_rows + np.arange(len(gain)))
     return int(np.argmax(gain / seconds))
 
 

@@ -1,0 +1,143 @@
+"""Tree attention for any transformers model that follows its attention interface.
+
+Registered under the key `draftloom_tree`; a model loaded with that implementation prepares no mask and calls `tree_attention` with
+all rows of a pass, of all sequences, side by side in one batch entry. Which rows are whose, and what each may see, is in the `Pass`
+that the worker sets around its call of the model: a row sees the committed prefix of its sequence and its own ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface
+
+from engine.errors import ModelError
+from engine.target import kernels, threads
+from engine.target.cache import KVStorage, KVTable
+
+KEY = "draftloom_tree"
+
+_TILE_ROWS = 4
+"""Rows of one sequence that a thread takes at a time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence's rows in a pass: `parents` int32 [n] within the part, -1 for a row that sits right below the prefix.
+
+    Rows come in topological order. A chunk of a prompt is a chain.
+    """
+
+    table: KVTable
+    parents: NDArray[np.int32]
+
+
+class Pass:
+    """The rows of one pass and what each may see, laid out for the kernels. O(rows x depth)."""
+
+    def __init__(self, storage: KVStorage, parts: Sequence[Part]) -> None:
+        kv_heads = storage.keys[0].shape[1]
+        self.storage = storage
+        self.parts = parts
+        self.firsts = np.cumsum([0, *(len(part.parents) for part in parts)]).astype(np.int32)
+        lists: list[NDArray[np.int32]] = []
+        items: list[tuple[int, int, int, int]] = []
+        for which, part in enumerate(parts):
+            lists.extend(_ancestors(part.parents))
+            for begin in range(0, len(part.parents), _TILE_ROWS):
+                end = min(begin + _TILE_ROWS, len(part.parents))
+                items.extend((which, head, begin, end) for head in range(kv_heads))
+        self.starts = np.cumsum([0, *(len(ancestors) for ancestors in lists)]).astype(np.int32)
+        self.ancestors = np.concatenate(lists)
+        self.items = np.array(items[::-1], np.int32)  # the long rows of a chunk first, so that threads end together
+        offsets = np.cumsum([0, *(len(part.table.blocks) for part in parts)])
+        self.tables = np.concatenate([part.table.blocks for part in parts]).astype(np.int32)
+        self.sequences = np.array(
+            [(self.firsts[i], part.table.length, offsets[i]) for i, part in enumerate(parts)], np.int32
+        )
+
+    def store(self, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
+        """Put the rows' own keys and values ([kv heads, rows, head dim]) behind each sequence's prefix."""
+        for i, part in enumerate(self.parts):
+            kernels.store(
+                self.storage.keys[layer], self.storage.values[layer], keys, values, self.firsts[i], len(part.parents),
+                part.table.blocks, part.table.length,
+            )  # fmt: skip
+
+    def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:
+        """float32 [rows, heads, head dim], for query [heads, rows, head dim]."""
+        return threads.attend(
+            query, self.storage.keys[layer], self.storage.values[layer], self.items, self.tables, self.sequences,
+            self.starts, self.ancestors, window, scale,
+        )  # fmt: skip
+
+
+def _ancestors(parents: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """For every row its path within the part, from the top down, itself last."""
+    if np.array_equal(parents, np.arange(-1, len(parents) - 1)):
+        everything = np.arange(len(parents), dtype=np.int32)
+        return [everything[: i + 1] for i in range(len(parents))]
+    lists: list[NDArray[np.int32]] = []
+    for row, parent in enumerate(parents.tolist()):
+        own = np.array([row], np.int32)
+        lists.append(own if parent < 0 else np.concatenate([lists[parent], own]))
+    return lists
+
+
+_current: ContextVar[Pass] = ContextVar("draftloom_pass")
+
+
+@contextmanager
+def running(rows: Pass) -> Iterator[None]:
+    """Make `rows` the pass that attention layers belong to."""
+    token = _current.set(rows)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+_SUPPORTED = {"sliding_window", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions", "cache"}
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of one layer over a pass. query [1, heads, rows, head dim]; key and value [1, kv heads, rows, head dim].
+
+    Raises ModelError for what this kernel does not do (soft caps, sinks, keys and values of unlike width), naming it.
+    """
+    unknown = [name for name, setting in kwargs.items() if setting is not None and name not in _SUPPORTED]
+    if unknown or key.shape != value.shape or query.shape[0] != 1:
+        what = ", ".join(unknown) or f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
+        raise ModelError(f"{type(module).__name__} uses attention that this worker does not do: {what}")
+    rows = _current.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    rows.store(layer, _array(key), _array(value))
+    window = kwargs.get("sliding_window") or 0
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mixed = rows.attend(layer, _array(query), window, scale)
+    return torch.from_numpy(mixed)[None].to(query.dtype), None
+
+
+def _array(x: torch.Tensor) -> NDArray[np.float32]:
+    """[1, heads, rows, dim] of any float dtype as a contiguous float32 array [heads, rows, dim]."""
+    array: NDArray[np.float32] = x[0].float().contiguous().numpy()
+    return array
+
+
+AttentionInterface.register(KEY, tree_attention)

@@ -1,0 +1,239 @@
+"""The target in this process: a transformers model, its KV storage, and the batcher that packs its sequences.
+
+For tests, scripts and benchmarks where no other Python runs during a pass; `draftloom serve` starts it as a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine import kernels as core_kernels
+from engine.acceptance import walk
+from engine.errors import Exhausted
+from engine.target import SequenceRequest, StepResult, TargetInfo
+from engine.target.attention import Part, Pass
+from engine.target.batching import Batcher, CostMeter, Work, cut_together
+from engine.target.cache import KVStorage, KVTable
+from engine.target.model import Model, load
+from engine.target.sampling import Sampler, check_request, feedback
+from engine.tree import CandidateTree, CostCurve
+
+_CHUNK = 256
+"""Prompt tokens read in one pass."""
+
+_MEASURE_CONTEXT = 256
+"""Tokens of context at which the first cost curve is measured."""
+
+
+class LocalTarget:
+    """A worker around a `Model`.
+
+    `kv_memory` bounds keys and values in bytes. `max_rows` bounds one pass beside a chunk. The cost curve is measured at start
+    (about 40 passes) unless `curve` fixes it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        name: str = "local",
+        fingerprint: str = "",
+        *,
+        kv_memory: int = 2 << 30,
+        max_rows: int = 64,
+        curve: CostCurve | None = None,
+    ) -> None:
+        self.info = TargetInfo(
+            model=name,
+            fingerprint=fingerprint,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            eos_ids=model.eos_ids,
+            dtype=model.dtype,
+            strict=model.strict,
+            max_rows=max_rows,
+        )
+        self.storage = KVStorage(model.num_layers, model.kv_heads, model.head_dim, kv_memory)
+        self.meter = CostMeter()
+        self._model = model
+        self._batcher: Batcher[LocalSequence, StepResult | None] = Batcher(self._run)
+        self._num_passes = 0
+        core_kernels.warmup()
+        if curve is not None:
+            self.meter.freeze(curve)
+        else:
+            self._measure()
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: str = "int8",
+        threads: int | None = None,
+        kv_memory: int = 2 << 30,
+        curve: CostCurve | None = None,
+    ) -> LocalTarget:
+        """Resolve a model name (see engine.models) and load it. Raises ModelError."""
+        from engine.models import resolve
+        from engine.text import Tokenizer
+
+        if threads:
+            torch.set_num_threads(threads)
+        folder = Path(resolve(model))
+        fingerprint = Tokenizer.load(folder).fingerprint
+        return cls(load(folder, dtype), model, fingerprint, kv_memory=kv_memory, curve=curve)
+
+    @property
+    def curve(self) -> CostCurve:
+        """Seconds a pass takes, as now known."""
+        return self.meter.curve()
+
+    @asynccontextmanager
+    async def open(self, request: SequenceRequest) -> AsyncIterator[LocalSequence]:
+        """See engine.target.Target."""
+        check_request(request, self.info)
+        most = min(len(request.prompt) + request.limits.max_tokens, self.info.context_length) + self.info.max_rows
+        if not self.storage.fits(most):
+            raise Exhausted(f"prompt and answer of up to {most} positions exceed the worker's KV memory: raise kv_memory or ask for less")
+        sequence = LocalSequence(self, request)
+        try:
+            prompt = request.prompt[:-1]
+            for start in range(0, len(prompt), _CHUNK):
+                await self._batcher.submit(sequence, chunk=prompt[start : start + _CHUNK])
+            self._batcher.num_stepping += 1
+            try:
+                yield sequence
+            finally:
+                self._batcher.num_stepping -= 1
+        finally:
+            sequence.table.close()
+
+    async def close(self) -> None:
+        """Nothing to release; storage goes with the object."""
+
+    async def verify(self, sequence: LocalSequence, tree: CandidateTree) -> StepResult:
+        """One step of one sequence, in whatever pass it fits."""
+        result = await self._batcher.submit(sequence, tree=tree)
+        assert result is not None
+        return result
+
+    def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | None | Exception]:
+        """One pass. A sequence that finds no KV memory gets the error alone; the others go on."""
+        start = time.perf_counter()
+        chunk_rows = sum(len(work.chunk) for work in works if work.chunk is not None)
+        trees = cut_together(
+            [work.tree for work in works if work.tree is not None], self.curve, self.info.max_rows + chunk_rows, chunk_rows
+        )
+        answers: list[StepResult | None | Exception] = [None] * len(works)
+        packed: list[tuple[int, NDArray[np.int32], NDArray[np.int32], CandidateTree | None]] = []
+        for i, work in enumerate(works):
+            tree = None if work.tree is None else trees.pop(0)
+            tokens = work.chunk if tree is None else tree.tokens
+            parents = np.arange(-1, len(tokens) - 1, dtype=np.int32) if tree is None else tree.parents
+            try:
+                work.owner.table.reserve(len(tokens))
+            except Exhausted as error:
+                answers[i] = error
+                continue
+            packed.append((i, tokens, parents, tree))
+        if not packed:
+            return answers
+        rows = Pass(self.storage, [Part(works[i].owner.table, parents) for i, _, parents, _ in packed])
+        wanted = np.concatenate(
+            [rows.firsts[at] + np.arange(len(tree), dtype=np.int32) for at, (_, _, _, tree) in enumerate(packed) if tree is not None]
+            or [np.zeros(0, np.int32)]
+        )
+        all_tokens = np.concatenate([tokens for _, tokens, _, _ in packed])
+        # a chunk alone needs no logits; one row keeps the head's shape ordinary
+        logits = self._model.forward(all_tokens, rows, wanted if len(wanted) else np.zeros(1, np.int32))
+        seconds = time.perf_counter() - start
+        if not chunk_rows:
+            self.meter.observe(len(all_tokens), seconds)
+        self._num_passes += 1
+        curve = self.curve if self._num_passes % 16 == 0 else None
+        first = 0
+        for i, tokens, _, tree in packed:
+            owner = works[i].owner
+            if tree is None:
+                owner.table.keep(np.arange(len(tokens), dtype=np.int32))
+                continue
+            answers[i] = owner.finish_step(tree, logits[first : first + len(tree)], curve, seconds)
+            first += len(tree)
+        return answers
+
+    def _measure(self) -> None:
+        """Time passes of every size on a made-up sequence."""
+        table = KVTable(self.storage)
+        context = min(_MEASURE_CONTEXT, self.info.context_length // 2)
+        try:
+            self._pass_of(table, context)
+            table.keep(np.arange(context, dtype=np.int32))
+            self.meter.calibrate(lambda rows: self._pass_of(table, rows))
+        finally:
+            table.close()
+
+    def _pass_of(self, table: KVTable, num_rows: int) -> None:
+        table.reserve(num_rows)
+        rows = Pass(self.storage, [Part(table, np.arange(-1, num_rows - 1, dtype=np.int32))])
+        self._model.forward(np.zeros(num_rows, np.int32), rows, np.arange(num_rows, dtype=np.int32))
+
+
+class LocalSequence:
+    """One open sequence: its KV table, its sampler and its last committed token."""
+
+    def __init__(self, target: LocalTarget, request: SequenceRequest) -> None:
+        self.curve = target.curve
+        self.table = KVTable(target.storage)
+        self._target = target
+        self._request = request
+        self._root = int(request.prompt[-1])
+        self._sampler = Sampler(request, target.info.vocab_size, target.info.context_length)
+        self._finished = False
+
+    async def step(self, tree: CandidateTree) -> StepResult:
+        """See engine.target.TargetSequence."""
+        if self._finished:
+            raise RuntimeError("the sequence has finished")
+        tree.validate(self._target.info.vocab_size)
+        if tree.position != self.table.length or tree.tokens[0] != self._root:
+            raise ValueError(f"the root must be the last committed token, at position {self.table.length}: {tree.position}")
+        room = self._target.info.context_length - tree.position
+        return await self._target.verify(self, tree.cut(self._target.info.max_rows) if room > 64 else _shallow(tree, room))
+
+    def finish_step(
+        self, tree: CandidateTree, logits: NDArray[np.float32], curve: CostCurve | None, seconds: float
+    ) -> StepResult:
+        """Walk the verified tree (logits float32 [len(tree), vocab]), commit the accepted rows and answer."""
+        taken = walk(tree, lambda node, emitted: self._sampler.choose(logits[node], emitted), self._sampler.limits, self._sampler.num_emitted)
+        nodes = np.concatenate(([0], taken.path)).astype(np.int32)
+        logprobs = self._sampler.logprobs(logits[nodes], taken.tokens)
+        self._sampler.commit(taken.tokens)
+        self.table.keep(nodes)
+        self._root = int(taken.tokens[-1])
+        self._finished = bool(taken.finish)
+        if curve is not None:
+            self.curve = curve
+        return StepResult(
+            path=taken.path,
+            tokens=taken.tokens,
+            finish=taken.finish,
+            verified=np.arange(len(tree), dtype=np.int32),
+            feedback=feedback(tree, logits, self._request.feedback_top_k),
+            logprobs=logprobs,
+            curve=curve,
+            seconds=seconds,
+        )
+
+
+def _shallow(tree: CandidateTree, room: int) -> CandidateTree:
+    """The tree without nodes whose position would lie beyond the context (`room` positions from the root on). Prefix-closed."""
+    deep = np.flatnonzero(tree.depths() >= room)
+    return tree.cut(int(deep[0])) if len(deep) else tree
