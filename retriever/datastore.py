@@ -1,0 +1,302 @@
+"""A datastore: one corpus version, memory-mapped, asked what followed a context.
+
+Opening costs the same whatever the size: headers, sizes and the manifest are verified, files up to a MiB read and their
+checksums compared, the rest only mapped. `check` reads it all. A version never changes, so any number of threads may look up
+at once, and processes share the pages. Cutting a file short while it is mapped is the one thing nothing here can survive;
+versions are removed by unlinking, which is safe.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever import kernels
+from retriever.continuations import Continuations, Match
+from retriever.errors import BadManifest, ChecksumMismatch, Closed, TokenizerMismatch
+from retriever.format import KINDS, FileEntry, Manifest, MappedFile, build_table, segment_files
+from retriever.suffixes import separator_of, token_width, unpack_tokens
+
+Tokens = NDArray[np.int32]
+
+_SMALL = 1 << 20
+_SAMPLED_PAIRS = 4096
+_COMPARED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing `Datastore.check` found: which file, and what is wrong with it."""
+
+    file: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.fault}: {self.file}; rebuild the corpus with `draftloom corpus build`"
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """The mapped arrays of a segment, found to agree in size.
+
+    1. `text` uint8 [(num_tokens + num_documents) * width], big-endian, each document ended by the separator.
+    2. `order` int32 [num_tokens]; `table` uint32 [slots, 3], slots a power of two; the table is a copy in memory.
+    3. `offsets` and `name_offsets` int64 [num_documents + 1]; `names` uint8.
+    """
+
+    files: dict[str, MappedFile]
+    text: NDArray[np.uint8]
+    order: NDArray[np.int32]
+    table: NDArray[np.uint32]
+    offsets: NDArray[np.int64]
+    name_offsets: NDArray[np.int64]
+    names: NDArray[np.uint8]
+
+    @staticmethod
+    def open(folder: Path, number: int, entries: dict[str, FileEntry], width: int) -> _Segment:
+        names = dict(zip(KINDS, segment_files(number), strict=True))
+        files = {kind: MappedFile.open(folder / name, KINDS[kind], entries[name]) for kind, name in names.items()}
+        for file in files.values():
+            if len(file.payload) <= _SMALL and file.damaged():
+                raise ChecksumMismatch(file.path, "content was altered")
+        tokens, suffixes, documents, table = (files[kind].header for kind in KINDS)
+        num_documents = documents.count
+        agree = (
+            (tokens.dtype == b"u%dbe" % width and tokens.payload_bytes == tokens.count * width, "tokens"),
+            (suffixes.dtype == b"i4le" and suffixes.payload_bytes == 4 * suffixes.count, "suffixes"),
+            (suffixes.count == tokens.count - num_documents and tokens.second_count == num_documents, "suffixes"),
+            (documents.dtype == b"i8le", "documents"),
+            (documents.payload_bytes == 16 * (num_documents + 1) + documents.second_count, "documents"),
+            (table.dtype == b"u4le" and table.payload_bytes == 4 * table.count, "table"),
+            (table.count % 3 == 0 and (table.count // 3).bit_count() == 1, "table"),
+        )
+        for holds, kind in agree:
+            if not holds:
+                raise BadManifest(files[kind].path, "counts in the header contradict each other or the manifest")
+        split = 8 * (num_documents + 1)
+        payload = files["documents"].payload
+        return _Segment(
+            files,
+            files["tokens"].payload,
+            files["suffixes"].payload.view(np.int32),
+            files["table"].payload.view(np.uint32).reshape(-1, 3).copy(),
+            payload[:split].view(np.int64),
+            payload[split : 2 * split].view(np.int64),
+            payload[2 * split :],
+        )
+
+
+class Datastore:
+    """An open corpus version. Use as a context manager, or call `close`."""
+
+    def __init__(self, path: Path, manifest: Manifest, segments: list[_Segment]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._width = token_width(manifest.vocab_size)
+        self._segments: list[_Segment] | None = segments
+        self._described = np.stack([kernels.describe(s.text, s.order, s.table) for s in segments])
+
+    @staticmethod
+    def open(path: Path | str, fingerprint: str | None = None, vocab_size: int | None = None) -> Datastore:
+        """Open the version in folder `path`; refuse it if it was not built with the tokenizer named by `fingerprint`, or has
+        ids of `vocab_size` or above. None: whatever it is.
+
+        Raises TokenizerMismatch, or a FormatError naming the file: BadManifest, BadMagic, UnsupportedVersion, Truncated,
+        ChecksumMismatch.
+        """
+        folder = Path(path)
+        manifest = Manifest.read(folder)
+        if fingerprint is not None and manifest.fingerprint != fingerprint:
+            raise TokenizerMismatch(
+                f"corpus {manifest.corpus!r} was built with another tokenizer: {manifest.fingerprint} "
+                f"(asked for: {fingerprint}); build it again for this model with `draftloom corpus build`"
+            )
+        if vocab_size is not None and manifest.vocab_size > vocab_size:
+            raise TokenizerMismatch(
+                f"corpus {manifest.corpus!r} may have token ids beyond the model's {vocab_size}: {manifest.vocab_size}; "
+                "build it again for this model with `draftloom corpus build`"
+            )
+        width = token_width(manifest.vocab_size)
+        segments = [_Segment.open(folder, i, dict(manifest.files), width) for i in range(manifest.num_segments)]
+        if (sum(len(s.order) for s in segments), sum(len(s.offsets) - 1 for s in segments)) != (
+            manifest.num_tokens,
+            manifest.num_documents,
+        ):
+            raise BadManifest(folder, "manifest and segments disagree about the numbers of tokens and documents")
+        return Datastore(folder, manifest, segments)
+
+    @property
+    def name(self) -> str:
+        """The corpus this is a version of."""
+        return self.manifest.corpus
+
+    @property
+    def version(self) -> str:
+        """The version's id."""
+        return self.manifest.version
+
+    @property
+    def fingerprint(self) -> str:
+        """The tokenizer it was built with."""
+        return self.manifest.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below this."""
+        return self.manifest.vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, separators left out."""
+        return self.manifest.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return self.manifest.num_documents
+
+    def lookup(
+        self,
+        context: Tokens,
+        budget: int,
+        *,
+        min_length: int = 1,
+        max_length: int = 32,
+        samples: int = 64,
+        classes: int = 4,
+        depth: int = 16,
+    ) -> Continuations:
+        """At most `budget` nodes that may follow `context` (int32 [n]), from what followed its end in the corpus.
+
+        The longest end of the context that occurs (`min_length` to `max_length` tokens) is one class of evidence, up to
+        `classes` - 1 shorter ends that occur at least twice as often are the others; of each, at most `samples` occurrences
+        are looked at, an even stride, and followed for `depth` tokens, never beyond their document. Probabilities as in
+        `kernels.blend`.
+
+        Empty context, no match, or a budget below 1: no nodes. Some 30 to 100 microseconds where the pages are in memory; it
+        may wait for the disk where they are not. Raises Closed.
+        """
+        _positive(min_length=min_length, max_length=max_length, samples=samples, classes=classes, depth=depth)
+        segments = self._mapped()  # a local reference: `close` in another thread must not unmap under the kernel
+        arrays = kernels.lookup(
+            self._described,
+            self._width,
+            self.vocab_size,
+            np.ascontiguousarray(context, np.int32),
+            budget,
+            min_length,
+            max_length,
+            samples,
+            classes,
+            depth,
+        )
+        del segments
+        return Continuations.of(arrays)
+
+    def longest_match(self, context: Tokens, *, max_length: int = 32) -> Match:
+        """The longest end of `context` (int32 [n]), at most `max_length` tokens, that occurs, and how often. O(log) searches.
+
+        Empty context or no match: Match(0, 0). Raises Closed.
+        """
+        _positive(max_length=max_length)
+        segments = self._mapped()
+        tokens = np.ascontiguousarray(context, np.int32)
+        limit = kernels.usable_length(tokens, self.vocab_size, max_length)
+        length = kernels.longest_match(self._described, self._width, tokens, limit)
+        if not length:
+            return Match(0, 0)
+        intervals = np.zeros((len(segments), 2), np.int64)
+        return Match(length, kernels.count_matches(self._described, self._width, tokens[len(tokens) - length :], intervals))
+
+    def document_name(self, index: int) -> str:
+        """What document `index` (0 to num_documents - 1) was called when the corpus was built. Raises IndexError, Closed."""
+        segment, i = self._document(index)
+        begin, end = segment.name_offsets[i : i + 2]
+        return segment.names[max(begin, 0) : max(end, 0)].tobytes().decode("utf-8", "surrogateescape")
+
+    def document_tokens(self, index: int) -> Tokens:
+        """int32 [n], a copy of document `index`. Raises IndexError, Closed."""
+        segment, i = self._document(index)
+        begin, end = segment.offsets[i : i + 2]
+        packed = segment.text[max(begin, 0) * self._width : max(end - 1, 0) * self._width]
+        return unpack_tokens(packed, self._width).astype(np.int32)
+
+    def check(self, full: bool = False) -> list[Problem]:
+        """What is wrong with the files; an empty list if nothing is.
+
+        Otherwise than at opening, the order is verified on a sample; `full` reads everything: all checksums, ids, the order,
+        the documents and the table. O(n), about a second for ten million tokens. Raises Closed.
+        """
+        return [problem for segment in self._mapped() for problem in self._check_segment(segment, full)]
+
+    def prefetch(self) -> None:
+        """Ask the system to read the files into memory; returns at once. Raises Closed."""
+        for segment in self._mapped():
+            for file in segment.files.values():
+                file.mapping.madvise(mmap.MADV_WILLNEED)
+
+    def close(self) -> None:
+        """Let the mappings go, as soon as no lookup in another thread needs them. Twice is fine."""
+        self._segments = None
+
+    def __enter__(self) -> Datastore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _mapped(self) -> list[_Segment]:
+        segments = self._segments
+        if segments is None:
+            raise Closed(f"datastore was closed: {self.path}; open it again")
+        return segments
+
+    def _document(self, index: int) -> tuple[_Segment, int]:
+        remaining = index
+        for segment in self._mapped():
+            count = len(segment.offsets) - 1
+            if 0 <= remaining < count:
+                return segment, remaining
+            remaining -= count
+        raise IndexError(f"no such document: {index}, the corpus has {self.num_documents}")
+
+    def _check_segment(self, segment: _Segment, full: bool) -> list[Problem]:
+        files = segment.files
+        problems = []
+
+        def problem(kind: str, fault: str) -> None:
+            problems.append(Problem(str(files[kind].path), fault))
+
+        for kind, file in files.items():
+            if (full or len(file.payload) <= _SMALL) and file.damaged():
+                problem(kind, "content was altered")
+        text, width, order, separator = segment.text, self._width, segment.order, separator_of(self._width)
+        if full:
+            faults = kernels.all_order_faults(text, width, order, separator)
+        else:
+            faults = kernels.order_faults(text, width, order, max(1, len(order) // _SAMPLED_PAIRS), _COMPARED_TOKENS)
+        if faults:
+            problem("suffixes", f"suffix order is wrong at {faults} places")
+        if full and not problems:
+            tokens = unpack_tokens(text, width)
+            ends = np.flatnonzero(tokens == separator)
+            if int(np.count_nonzero(tokens >= self.vocab_size)) != len(ends):
+                problem("tokens", f"token ids beyond the vocabulary of {self.vocab_size}")
+            if not np.array_equal(segment.offsets, np.concatenate(([0], ends + 1))):
+                problem("documents", "documents do not begin where the text says")
+            if np.any(np.diff(segment.name_offsets) < 0) or segment.name_offsets[-1] != len(segment.names):
+                problem("documents", "document names are out of bounds")
+            if not problems and not np.array_equal(segment.table, build_table(text, width, order)[0]):
+                problem("table", "table of frequent contexts is not that of the text")
+        return problems
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1: {value}")

@@ -1,0 +1,439 @@
+"""A corpus version on disk: its writer and its reader, side by side.
+
+    <root>/<corpus>/versions/<id>/
+        manifest.json            written last; what the version is, and size and checksum of every other file
+        seg-0000.tokens          token ids, big-endian, 1 to 4 bytes each; every document ends with the separator, all bytes 255
+        seg-0000.suffixes        int32, the positions of all tokens (not the separators), sorted by the text that starts there
+        seg-0000.documents       where each document begins and what it is called
+        seg-0000.table           intervals of the most frequent contexts of 1 to 3 tokens (a hash table, see `kernels`)
+        seg-0001.tokens ...      more segments, each complete in itself; counts add
+
+Every file but the manifest begins with 64 bytes that introduce it. Numbers are little-endian.
+
+     0         8         12    16    20    24              32              40              48              56              64
+     +---------+---------+-----+-----+-----+---------------+---------------+---------------+---------------+---------------+
+     | magic   | version |kind |dtype|  0  |     count     | second count  | payload bytes | payload xxh3  |  header xxh3  |
+     +---------+---------+-----+-----+-----+---------------+---------------+---------------+---------------+---------------+
+       8 bytes    u32     4 ch. 4 ch.  u32        u64             u64             u64             u64       u64, bytes 0..55
+
+    kind   dtype        count                     second count     payload
+    toks   u1be..u4be   tokens and separators     documents        count items
+    sufx   i4le         suffixes                  0                count items
+    docs   i8le         documents                 name bytes       count + 1 offsets into the text, count + 1 offsets into the
+    names,
+                                                                   then the names, UTF-8
+    tabl   u4le         3 * slots                 contexts         count items
+
+The manifest is JSON with sorted keys; its member `checksum` is the xxh3 of the rest, so an altered one is noticed. A version is
+written into `<id>.tmp`, forced to disk and renamed; it exists whole or not at all, and never changes afterwards.
+
+Bytes a token: width + 4 + at most 0.75 (table) + the documents' names. Checksums are XXH3-64: against damage, not against
+forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from retriever import kernels
+from retriever.errors import BadMagic, BadManifest, ChecksumMismatch, Truncated, UnsupportedVersion, VersionExists
+from retriever.suffixes import build_suffix_array, pack_tokens, separator_of, token_width, unpack_tokens
+
+FORMAT_VERSION = 1
+MAGIC = b"\x89LOOM\r\n\x1a"
+HEADER = struct.Struct("<8sI4s4sIQQQQQ")
+SEGMENT_TOKENS = 1 << 26
+"""Tokens of a segment before the next one is begun; building one takes about 20 bytes of memory a token."""
+MANIFEST = "manifest.json"
+KINDS: Mapping[str, bytes] = {"tokens": b"toks", "suffixes": b"sufx", "documents": b"docs", "table": b"tabl"}
+"""Ending of a segment's file -> the kind its header must have."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_TABLE_MIN_COUNT = 8
+_CHUNK = 1 << 22
+
+OnProgress = Callable[[str, int], None]
+"""Called with a stage ("read", "sort", "write") and how many tokens have been through it in all."""
+
+
+# Files
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first 64 bytes of a file say."""
+
+    kind: bytes
+    dtype: bytes
+    count: int
+    second_count: int
+    payload_bytes: int
+    payload_checksum: int
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        body = HEADER.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            self.kind,
+            self.dtype,
+            0,
+            self.count,
+            self.second_count,
+            self.payload_bytes,
+            self.payload_checksum,
+            0,
+        )[:-8]
+        return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def write_file(path: Path, kind: bytes, dtype: bytes, count: int, second_count: int, parts: Iterable[Any]) -> FileEntry:
+    """Write a header and the bytes of `parts` (C-contiguous arrays or bytes) and force them to disk.
+
+    Returns what the manifest says of the file. Raises FileExistsError if there is one, OSError where it cannot be written.
+    """
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    digest = xxhash.xxh3_64()
+    for view in views:
+        digest.update(view)
+    header = Header(kind, dtype, count, second_count, sum(len(v) for v in views), digest.intdigest())
+    with open(path, "xb") as file:
+        file.write(header.pack())
+        for view in views:
+            file.write(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(HEADER.size + header.payload_bytes, f"{header.payload_checksum:016x}")
+
+
+def read_header(path: Path, data: bytes | memoryview, size: int) -> Header:
+    """The header in `data`, the first bytes of the file `path` of `size` bytes.
+
+    Raises BadMagic, UnsupportedVersion, ChecksumMismatch (header altered) or Truncated (size differs from what the header
+    says).
+    """
+    start = bytes(data[: len(MAGIC)])
+    if not MAGIC.startswith(start):
+        raise BadMagic(path, f"not a file of a draftloom corpus, it begins with {start!r}")
+    if len(data) < HEADER.size:
+        raise Truncated(path, f"file is truncated, {size} bytes where the header alone takes {HEADER.size}")
+    _, version, kind, dtype, _, count, second_count, payload_bytes, checksum, own = HEADER.unpack(data[: HEADER.size])
+    if own != xxhash.xxh3_64_intdigest(data[: HEADER.size - 8]):
+        if version != FORMAT_VERSION:
+            raise UnsupportedVersion(
+                path, f"format version {version} or an altered header, this release reads {FORMAT_VERSION}"
+            )
+        raise ChecksumMismatch(path, "header was altered")
+    if version != FORMAT_VERSION:
+        raise UnsupportedVersion(path, f"format version {version}, this release reads {FORMAT_VERSION}")
+    if size != HEADER.size + payload_bytes:
+        raise Truncated(path, f"file has {size} bytes where its header says {HEADER.size + payload_bytes}")
+    return Header(kind, dtype, count, second_count, payload_bytes, checksum)
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file mapped read-only whose header has been verified; `payload`, uint8, is what follows the header."""
+
+    path: Path
+    header: Header
+    mapping: mmap.mmap
+    payload: NDArray[np.uint8]
+
+    @staticmethod
+    def open(path: Path, kind: bytes, entry: FileEntry) -> MappedFile:
+        """Map it, after size, header and manifest entry have been found to agree. The payload's checksum is for `damaged`."""
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                header = read_header(path, file.read(HEADER.size), size)
+                if size != entry.size:
+                    raise Truncated(path, f"file has {size} bytes where the manifest says {entry.size}")
+                if header.kind != kind:
+                    raise BadManifest(path, f"file is of kind {header.kind!r} where {kind!r} belongs")
+                if f"{header.payload_checksum:016x}" != entry.checksum:
+                    raise ChecksumMismatch(path, "file is not the one the manifest lists")
+                mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise BadManifest(path, "file is missing") from None
+        return MappedFile(path, header, mapping, np.frombuffer(mapping, np.uint8)[HEADER.size :])
+
+    def damaged(self) -> bool:
+        """Whether the payload differs from what was written. Reads all of it."""
+        digest = xxhash.xxh3_64()
+        for begin in range(0, len(self.payload), _CHUNK):
+            digest.update(self.payload[begin : begin + _CHUNK].data)
+        return digest.intdigest() != self.header.payload_checksum
+
+
+# The manifest
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and payload checksum (16 hex digits) of one file."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a version is.
+
+    1. `files` has the four files of every segment, seg-0000 to seg-<num_segments - 1>, and no others.
+    2. `fingerprint` names the tokenizer; token ids are below `vocab_size`.
+    3. `num_tokens` leaves separators out; `num_text_bytes` is what the caller counted, 0 if it did not.
+    """
+
+    corpus: str
+    version: str
+    created: str
+    fingerprint: str
+    vocab_size: int
+    num_segments: int
+    num_documents: int
+    num_tokens: int
+    num_text_bytes: int
+    files: Mapping[str, FileEntry]
+    sources: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tool: str = ""
+    format_version: int = FORMAT_VERSION
+
+    def dump(self) -> bytes:
+        """The JSON text, with its checksum."""
+        fields = asdict(self)
+        fields["sources"] = list(self.sources)
+        fields["checksum"] = _manifest_checksum(fields)
+        return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of the version in `folder`. Raises BadManifest, UnsupportedVersion or ChecksumMismatch."""
+        path = folder / MANIFEST
+        try:
+            fields = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise BadManifest(path, "there is no corpus version here, the manifest is missing") from None
+        except ValueError as error:
+            raise BadManifest(path, f"manifest is no JSON text ({error})") from None
+        if not isinstance(fields, dict) or "format_version" not in fields or "checksum" not in fields:
+            raise BadManifest(path, "manifest is no JSON object with a format version and a checksum")
+        if fields["format_version"] != FORMAT_VERSION:
+            raise UnsupportedVersion(path, f"format version {fields['format_version']}, this release reads {FORMAT_VERSION}")
+        if fields.pop("checksum") != _manifest_checksum(fields):
+            raise ChecksumMismatch(path, "manifest was altered")
+        try:
+            fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+            fields["sources"] = tuple(fields["sources"])
+            manifest = Manifest(**fields)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise BadManifest(path, f"manifest has other members than this format ({error})") from None
+        expected = {name for s in range(manifest.num_segments) for name in segment_files(s)}
+        if set(manifest.files) != expected:
+            raise BadManifest(path, f"manifest lists other files than those of its {manifest.num_segments} segments")
+        return manifest
+
+
+def _manifest_checksum(fields: Mapping[str, Any]) -> str:
+    return f"{xxhash.xxh3_64_intdigest(json.dumps(fields, sort_keys=True).encode()):016x}"
+
+
+def segment_files(segment: int) -> list[str]:
+    """The names of a segment's four files."""
+    return [f"seg-{segment:04d}.{ending}" for ending in KINDS]
+
+
+# Writing a version
+
+
+def version_path(root: Path, corpus: str, version_id: str) -> Path:
+    """Where a version is. Raises ValueError for names that are no plain file names."""
+    for what, name in (("corpus name", corpus), ("version id", version_id)):
+        if not _NAME.fullmatch(name) or name.endswith(".tmp"):
+            raise ValueError(
+                f"{what} must be letters, digits, '.', '_' or '-', not begin with a sign nor end in .tmp: {name!r}"
+            )
+    return Path(root) / corpus / "versions" / version_id
+
+
+def write_version(
+    root: Path,
+    corpus: str,
+    version_id: str,
+    documents: Iterable[tuple[str, NDArray[np.integer]]],
+    *,
+    fingerprint: str,
+    vocab_size: int,
+    options: Mapping[str, Any] | None = None,
+    sources: Iterable[str] = (),
+    num_text_bytes: int | Callable[[], int] = 0,
+    segment_tokens: int = SEGMENT_TOKENS,
+    on_progress: OnProgress | None = None,
+) -> Path:
+    """Write a version from `documents`, pairs of a name and token ids (integers [n], 0 <= id < vocab_size); return its folder.
+
+    `options` (what JSON can hold) and `sources` are only recorded. `num_text_bytes` may be a function, asked when all
+    documents have been read. A segment ends before the document that would take it beyond `segment_tokens` (separators
+    counted); a document is never split. Documents are read one at a time, so memory is that of one segment.
+
+    The version appears whole, by a rename, or not at all: on any failure, also of `documents` or `on_progress`, what was
+    written is removed and the exception goes on. Raises VersionExists; ValueError for bad names and for ids outside the
+    vocabulary. Not safe against a second writer of the same version; the caller holds a lock. A `.tmp` left by a killed
+    process is overwritten.
+    """
+    final = version_path(root, corpus, version_id)
+    if final.exists():
+        raise VersionExists(f"this corpus version is published already: {final}; choose another version id")
+    width = token_width(vocab_size)
+    recorded: dict[str, Any] = json.loads(json.dumps(dict(options or {})))
+    report = on_progress or (lambda stage, num_tokens: None)
+    temporary = final.with_name(final.name + ".tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        files: dict[str, FileEntry] = {}
+        num_segments = num_documents = num_tokens = 0
+        segment = _Segment(width, vocab_size)
+
+        def flush() -> None:
+            nonlocal segment, num_segments
+            files.update(segment.write(temporary, num_segments, report, num_tokens))
+            num_segments += 1
+            segment = _Segment(width, vocab_size)
+
+        for name, tokens in documents:
+            if len(segment.names) and segment.size + len(tokens) + 1 > segment_tokens:
+                flush()
+            segment.add(name, tokens)
+            num_documents += 1
+            num_tokens += len(tokens)
+            report("read", num_tokens)
+        if len(segment.names) or not num_segments:
+            flush()
+        manifest = Manifest(
+            corpus=corpus,
+            version=version_id,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            fingerprint=fingerprint,
+            vocab_size=vocab_size,
+            num_segments=num_segments,
+            num_documents=num_documents,
+            num_tokens=num_tokens,
+            num_text_bytes=num_text_bytes() if callable(num_text_bytes) else num_text_bytes,
+            files=files,
+            sources=tuple(sources),
+            options=recorded,
+            tool=_tool(),
+        )
+        with open(temporary / MANIFEST, "xb") as file:
+            file.write(manifest.dump())
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(temporary)
+        os.rename(temporary, final)
+        _sync_folder(final.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+class _Segment:
+    """Documents on their way to disk."""
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        self.width = width
+        self.vocab_size = vocab_size
+        self.names: list[bytes] = []
+        self.offsets = [0]
+        self.size = 0
+        self._packed = bytearray()
+
+    def add(self, name: str, tokens: NDArray[np.integer]) -> None:
+        """Append a document and its separator."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(f"a document must be a row of integer token ids: {name!r} is {ids.dtype} of shape {ids.shape}")
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            raise ValueError(
+                f"token ids must lie in [0, {self.vocab_size}): {name!r} has {ids.min()} to {ids.max()}; check the tokenizer"
+            )
+        self._packed += pack_tokens(ids.astype(np.int64), self.width).tobytes()
+        self._packed += b"\xff" * self.width
+        self.names.append(name.encode("utf-8", "surrogateescape"))
+        self.size += len(ids) + 1
+        self.offsets.append(self.size)
+
+    def write(self, folder: Path, number: int, report: OnProgress, num_tokens: int) -> dict[str, FileEntry]:
+        """Sort, build the table, write the four files."""
+        width = self.width
+        text = np.frombuffer(self._packed, np.uint8)
+        order = build_suffix_order(text, width)
+        report("sort", num_tokens)
+        table, num_contexts = build_table(text, width, order)
+        names = b"".join(self.names)
+        name_offsets = np.cumsum([0] + [len(name) for name in self.names], dtype=np.int64)
+        docs = [np.asarray(self.offsets, np.int64), name_offsets, names]
+        tokens_file, suffixes_file, documents_file, table_file = segment_files(number)
+        entries = {
+            tokens_file: write_file(folder / tokens_file, b"toks", b"u%dbe" % width, self.size, len(self.names), [text]),
+            suffixes_file: write_file(folder / suffixes_file, b"sufx", b"i4le", len(order), 0, [order]),
+            documents_file: write_file(folder / documents_file, b"docs", b"i8le", len(self.names), len(names), docs),
+            table_file: write_file(folder / table_file, b"tabl", b"u4le", table.size, num_contexts, [table]),
+        }
+        report("write", num_tokens)
+        return entries
+
+
+def build_suffix_order(text: NDArray[np.uint8], width: int) -> NDArray[np.int32]:
+    """int32: the positions of the tokens of a packed text, sorted, those of separators left out (they sort last)."""
+    tokens = unpack_tokens(text, width)
+    num_separators = int(np.count_nonzero(tokens == separator_of(width)))
+    return build_suffix_array(tokens)[: len(tokens) - num_separators]
+
+
+def build_table(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -> tuple[NDArray[np.uint32], int]:
+    """The table of the most frequent contexts, uint32 [slots, 3], and how many it holds.
+
+    At most half full, and at most 0.75 bytes a token (but 16 slots at least). O(n).
+    """
+    num_slots = 1 << max(len(order) // 16, 16).bit_length() - 1
+    contexts = kernels.frequent_contexts(text, width, order, separator_of(width), _TABLE_MIN_COUNT)
+    contexts = contexts[np.argsort(-contexts[:, 2], kind="stable")[: num_slots // 2]]
+    table = np.zeros((num_slots, 3), np.uint32)
+    kernels.fill_table(table, text, width, order, contexts)
+    return table, len(contexts)
+
+
+def _tool() -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return f"draftloom {metadata.version('draftloom')}"
+    return "draftloom"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

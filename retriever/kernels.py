@@ -1,0 +1,771 @@
+"""The kernels of the retriever: pure functions over arrays, compiled by numba, run without the GIL.
+
+# What they share
+
+*Text* is an array of token ids with a separator between documents: no match and no continuation crosses one. On disk a token
+takes `width` bytes, big-endian (so that byte order is token order); a text is then a uint8 array. In memory it is int32 and the
+separator is -1.
+
+A *suffix order* lists text positions sorted by the text that starts there. The occurrences of a token string are one interval
+[low, high) of it.
+
+*Occurrences* are what every lexical source answers a query with: `continuations` int32 [K, D], the tokens that followed each
+occurrence, -1 from the end of its document on; `lengths` int32 [K], how many tokens of context matched there; `weights`
+float64 [K], how many real occurrences the row stands for. One kernel, `blend`, turns them into a draft.
+
+# Damage
+
+Positions, intervals and token ids come from files that may have a flipped bit. Every one is checked against its bounds before
+it is used, so damage can spoil a draft but never reads outside an array and never yields a token that is not in the
+vocabulary.
+
+Segments of a datastore are passed as the int64 rows of `describe`, memory addresses and sizes, so that one compiled kernel
+serves any number of them. The caller keeps the arrays alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numba.core import cgutils, types
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    Function = TypeVar("Function", bound=Callable[..., Any])
+
+    def njit(**options: Any) -> Callable[[Function], Function]: ...
+
+    def intrinsic(function: Callable[..., Any]) -> Callable[[Any], Any]: ...
+
+    def carray(pointer: Any, shape: Any, dtype: type[np.generic]) -> NDArray[Any]: ...
+
+    def int64(number: Any) -> int: ...
+
+else:
+    from numba import carray, int64, njit
+    from numba.extending import intrinsic
+
+Bytes = NDArray[np.uint8]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+UInt32 = NDArray[np.uint32]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+BlendResult = tuple[Int32, Int32, Float32, Int32, Int32]
+
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+
+MAX_EVIDENCE_LENGTH = 64
+"""Match lengths reported beside a node stop here."""
+
+TABLE_CONTEXT = 3
+"""The table knows contexts of 1 up to this many tokens."""
+
+POOL_ORDERS = np.array([1, 2, 4, 8], np.int64)
+"""A pool chains the earlier places that agree in the last 1, 2, 4 and 8 tokens."""
+
+
+# Blending
+
+
+@kernel
+def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -> BlendResult:
+    """Occurrences in, the `budget` likeliest nodes of their trie out, best path first.
+
+    `continuations` int32 [K, D], `lengths` int32 [K], `weights` float64 [K] as in the module's docstring. Returns (tokens
+    int32 [n], parents int32 [n], probs float32 [n], lengths int32 [n], counts int32 [n]), n <= budget; parents -1 is the root.
+
+    A node's probability given its parent is PPM-C back-off (Moffat 1990, method C) over match lengths: with the rows that agree
+    with the path so far, for every length L among them from the shortest up,
+
+        prob_L(x) = c_L(x) / (C_L + D_L)  +  D_L / (C_L + D_L) * prob_{L'}(x)
+
+    L' the next shorter length, c_L(x) the weight of the rows of length L or more that go on with x, C_L its sum over x, D_L
+    the number of different x. Below the shortest stands 0: what is left over is the chance of something not seen. Rows that
+    have ended are not counted. lengths[i] is the longest match among the rows at the node's parent, plus the parent's depth,
+    at most 64; counts[i] is the weight at that length there. Ties go to the smaller token, then to the earlier parent. No
+    rows, or a budget below 1: no nodes.
+
+    Cost: O(budget K (log K + number of lengths)) at worst; a node costs as much as it has rows, and rows run out fast.
+    """
+    num_rows, depth_limit = continuations.shape
+    size = max(0, min(budget, num_rows * depth_limit))
+    tokens = np.empty(size, np.int32)
+    parents = np.empty(size, np.int32)
+    probs = np.empty(size, np.float32)
+    match_lengths = np.empty(size, np.int32)
+    counts = np.empty(size, np.int32)
+    if size == 0:
+        return tokens, parents, probs, match_lengths, counts
+
+    levels = np.unique(lengths)  # rising
+    row_level = np.searchsorted(levels, lengths)
+    num_levels = len(levels)
+
+    # A node is a run of `keys`, one key a row, its next token above the row's number: sorting a run groups it by next token,
+    # and every group is again a run, that of a child. The runs of a node's children lie inside its own, so one array does for
+    # all.
+    keys = np.arange(num_rows)
+    child_weight = np.empty((num_rows, num_levels), np.float64)
+    own_weight = np.empty(num_levels, np.float64)
+    child_prob = np.empty(num_rows, np.float64)
+    child_low = np.empty(num_rows + 1, np.int64)
+
+    # What may be emitted next: a heap of numbers of candidates. A row opens at most one candidate a depth.
+    limit = num_rows * min(depth_limit, size)
+    heap = np.empty(limit, np.int64)
+    heap_size = 0
+    cand_path = np.empty(limit, np.float64)
+    cand_token = np.empty(limit, np.int64)
+    cand_node = np.empty(limit, np.int64)
+    cand_prob = np.empty(limit, np.float64)
+    cand_low = np.empty(limit, np.int64)
+    cand_high = np.empty(limit, np.int64)
+    num_cands = 0
+
+    node_depth = np.empty(size, np.int64)
+    node_length = np.empty(size + 1, np.int64)
+    node_count = np.empty(size + 1, np.float64)
+    num_nodes = 0
+    node, depth, path, low, high = -1, 0, 1.0, 0, num_rows
+
+    while True:
+        if depth < depth_limit:
+            # Rows that go on, grouped by their next token.
+            end = low
+            for i in range(low, high):
+                row = keys[i] & 0xFFFFFFFF
+                token = continuations[row, depth]
+                if token >= 0:
+                    keys[end] = int64(token) << 32 | row
+                    end += 1
+            if end - low > 1:
+                keys[low:end].sort()
+            num_children = 0
+            top = -1
+            bottom = num_levels
+            for i in range(low, end):
+                if i == low or keys[i] >> 32 != keys[i - 1] >> 32:
+                    child_low[num_children] = i
+                    child_prob[num_children] = 0.0
+                    child_weight[num_children, :] = 0.0
+                    num_children += 1
+                row = keys[i] & 0xFFFFFFFF
+                level = row_level[row]
+                child_weight[num_children - 1, level] += weights[row]
+                top = max(top, level)
+                bottom = min(bottom, level)
+            child_low[num_children] = end
+
+            # Longer matches count for shorter lengths too; a length no row has of its own is no level here.
+            for level in range(bottom, top + 1):
+                own_weight[level] = 0.0
+                for child in range(num_children):
+                    own_weight[level] += child_weight[child, level]
+            for level in range(top - 1, bottom - 1, -1):
+                for child in range(num_children):
+                    child_weight[child, level] += child_weight[child, level + 1]
+            if num_children:
+                node_length[node + 1] = levels[top] + depth
+                node_count[node + 1] = own_weight[top]
+            for level in range(bottom, top + 1):
+                if own_weight[level] == 0.0:
+                    continue
+                total = 0.0
+                distinct = 0
+                for child in range(num_children):
+                    total += child_weight[child, level]
+                    distinct += child_weight[child, level] > 0.0
+                escape = distinct / (total + distinct)
+                for child in range(num_children):
+                    child_prob[child] = child_weight[child, level] / (total + distinct) + escape * child_prob[child]
+
+            for child in range(num_children):
+                cand_path[num_cands] = path * child_prob[child]
+                cand_token[num_cands] = keys[child_low[child]] >> 32
+                cand_node[num_cands] = node
+                cand_prob[num_cands] = child_prob[child]
+                cand_low[num_cands] = child_low[child]
+                cand_high[num_cands] = child_low[child + 1]
+                heap[heap_size] = num_cands
+                heap_size += 1
+                num_cands += 1
+                _sift_up(heap, heap_size - 1, cand_path, cand_token)
+
+        if heap_size == 0:
+            break
+        best = heap[0]
+        heap_size -= 1
+        heap[0] = heap[heap_size]
+        _sift_down(heap, heap_size, cand_path, cand_token)
+
+        parent = cand_node[best]
+        tokens[num_nodes] = cand_token[best]
+        parents[num_nodes] = parent
+        probs[num_nodes] = cand_prob[best]
+        match_lengths[num_nodes] = min(node_length[parent + 1], MAX_EVIDENCE_LENGTH)
+        counts[num_nodes] = int(min(round(node_count[parent + 1]), 2147483647.0))
+        depth = 1 if parent < 0 else node_depth[parent] + 1
+        node_depth[num_nodes] = depth
+        node, path, low, high = num_nodes, cand_path[best], cand_low[best], cand_high[best]
+        num_nodes += 1
+        if num_nodes == size:
+            break
+
+    return tokens[:num_nodes], parents[:num_nodes], probs[:num_nodes], match_lengths[:num_nodes], counts[:num_nodes]
+
+
+@kernel
+def _before(a: int, b: int, path: Float64, token: Int64) -> bool:
+    """Whether candidate a is emitted before candidate b."""
+    if path[a] != path[b]:
+        return bool(path[a] > path[b])
+    if token[a] != token[b]:
+        return bool(token[a] < token[b])
+    return a < b
+
+
+@kernel
+def _sift_up(heap: Int64, at: int, path: Float64, token: Int64) -> None:
+    while at > 0:
+        above = (at - 1) // 2
+        if not _before(heap[at], heap[above], path, token):
+            break
+        heap[at], heap[above] = heap[above], heap[at]
+        at = above
+
+
+@kernel
+def _sift_down(heap: Int64, size: int, path: Float64, token: Int64) -> None:
+    at = 0
+    while True:
+        first = at
+        for below in (2 * at + 1, 2 * at + 2):
+            if below < size and _before(heap[below], heap[first], path, token):
+                first = below
+        if first == at:
+            break
+        heap[at], heap[first] = heap[first], heap[at]
+        at = first
+
+
+# Text on disk
+
+
+@kernel
+def token_at(text: Bytes, width: int, position: int) -> int:
+    """The token at `position`, which must be inside the text."""
+    token = 0
+    for i in range(position * width, (position + 1) * width):
+        token = token << 8 | int64(text[i])
+    return token
+
+
+@kernel
+def compare(text: Bytes, width: int, position: int, key: Int32, skip: int) -> int:
+    """-1, 0 or 1: the text from `position` on against `key`; 0 if it begins with key. The first `skip` tokens are taken as
+    equal.
+
+    A position outside the text sorts first. O(len(key)).
+    """
+    if position < 0:
+        return -1
+    num_tokens = len(text) // width
+    for i in range(skip, len(key)):
+        if position + i >= num_tokens:
+            return -1
+        token = token_at(text, width, position + i)
+        if token != key[i]:
+            return -1 if token < key[i] else 1
+    return 0
+
+
+@kernel
+def lower_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, low: int, high: int) -> int:
+    """The first index in [low, high) of `order` whose suffix is not below `key`; `high` if there is none. O(log n)."""
+    while low < high:
+        middle = (low + high) // 2
+        if compare(text, width, order[middle], key, skip) < 0:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def upper_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, low: int, high: int) -> int:
+    """The first index in [low, high) whose suffix is above `key` and does not begin with it, given that those at `low` on are
+    not below it. Gallops, so the cost is O(log of the answer), not of the range.
+    """
+    step = 1
+    while low + step < high and compare(text, width, order[low + step], key, skip) <= 0:
+        low += step
+        step *= 2
+    high = min(high, low + step)
+    while low < high:
+        middle = (low + high) // 2
+        if compare(text, width, order[middle], key, skip) <= 0:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# The table: intervals of the most frequent contexts of one to three tokens, so that most searches begin almost at the end.
+# An open-addressing hash table, uint32 [slots, 3], slots a power of two: (tag, low, count), count 0 for an empty slot. The tag
+# is the upper half of the context's hash; two contexts with one tag (1 in 2^32) would cost a draft, nothing else.
+
+
+@kernel
+def hash_context(key: Int32, length: int) -> int:
+    """A 64-bit hash of the first `length` tokens of `key`, as a signed number."""
+    state = np.uint64(0x9E3779B97F4A7C15) * np.uint64(length)
+    for i in range(length):
+        state = (state ^ np.uint64(key[i])) * np.uint64(0xFF51AFD7ED558CCD)
+        state ^= state >> np.uint64(32)
+        state *= np.uint64(0xC4CEB9FE1A85EC53)
+        state ^= state >> np.uint64(29)
+    return int64(state)
+
+
+@kernel
+def table_find(table: UInt32, key: Int32, length: int, num_suffixes: int) -> tuple[int, int]:
+    """The interval (low, high) the table has for the first `length` tokens of `key`; (0, 0) if it has none. O(1) expected."""
+    num_slots = len(table)
+    code = hash_context(key, length)
+    tag = np.uint32(code >> 32)
+    slot = code & (num_slots - 1)
+    for _ in range(num_slots):
+        count = int64(table[slot, 2])
+        if count == 0:
+            break
+        if table[slot, 0] == tag:
+            low = int64(table[slot, 1])
+            if low + count <= num_suffixes:
+                return low, low + count
+        slot = (slot + 1) & (num_slots - 1)
+    return 0, 0
+
+
+@kernel
+def frequent_contexts(text: Bytes, width: int, order: Int32, separator: int, min_count: int) -> Int64:
+    """int64 [m, 3]: (length, low, count) of every context of 1 to 3 tokens that occurs `min_count` times or more. O(n)."""
+    num_tokens = len(text) // width
+    found = np.empty((TABLE_CONTEXT * (len(order) // min_count) + 1, 3), np.int64)
+    num_found = 0
+    begin = np.zeros(TABLE_CONTEXT, np.int64)
+    last = np.full(TABLE_CONTEXT, -1, np.int64)
+    for i in range(len(order) + 1):
+        same = i < len(order)
+        for k in range(TABLE_CONTEXT):
+            token = -1
+            if i < len(order) and order[i] + k < num_tokens:
+                token = token_at(text, width, order[i] + k)
+            same = same and token == last[k]
+            if not same:
+                if last[: k + 1].min() >= 0 and last[: k + 1].max() < separator and i - begin[k] >= min_count:
+                    found[num_found] = (k + 1, begin[k], i - begin[k])
+                    num_found += 1
+                begin[k] = i
+        for k in range(TABLE_CONTEXT):
+            last[k] = -1
+            if i < len(order) and order[i] + k < num_tokens:
+                last[k] = token_at(text, width, order[i] + k)
+    return found[:num_found]
+
+
+@kernel
+def fill_table(table: UInt32, text: Bytes, width: int, order: Int32, contexts: Int64) -> None:
+    """Enter `contexts`, rows of `frequent_contexts`, in an empty table that has more slots than there are rows."""
+    key = np.empty(TABLE_CONTEXT, np.int32)
+    for c in range(len(contexts)):
+        length, low, count = contexts[c]
+        for k in range(length):
+            key[k] = token_at(text, width, order[low] + k)
+        code = hash_context(key, length)
+        slot = code & (len(table) - 1)
+        while table[slot, 2] != 0:
+            slot = (slot + 1) & (len(table) - 1)
+        table[slot, 0] = np.uint32(code >> 32)
+        table[slot, 1] = low
+        table[slot, 2] = count
+
+
+@kernel
+def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, key: Int32) -> tuple[int, int]:
+    """The interval of `order` whose suffixes begin with `key` (at least one token); low = high if there are none.
+
+    O(1) where the table knows the key, else O(log n) comparisons in the interval of its longest beginning that the table knows.
+    """
+    low, high, skip = 0, len(order), 0
+    for length in range(min(len(key), TABLE_CONTEXT), 0, -1):
+        table_low, table_high = table_find(table, key, length, len(order))
+        if table_high:
+            low, high, skip = table_low, table_high, length
+            break
+    if skip == len(key):
+        return low, high
+    low = lower_bound(text, width, order, key, skip, low, high)
+    if low == high or compare(text, width, order[low], key, skip) != 0:
+        return low, low
+    return low, upper_bound(text, width, order, key, skip, low, high)
+
+
+@kernel
+def occurs(text: Bytes, width: int, order: Int32, table: UInt32, key: Int32) -> bool:
+    """Whether `key` occurs at all: half the work of `find_interval`."""
+    low, high, skip = 0, len(order), 0
+    for length in range(min(len(key), TABLE_CONTEXT), 0, -1):
+        table_low, table_high = table_find(table, key, length, len(order))
+        if table_high:
+            low, high, skip = table_low, table_high, length
+            break
+    if skip == len(key):
+        return True
+    low = lower_bound(text, width, order, key, skip, low, high)
+    return low < high and compare(text, width, order[low], key, skip) == 0
+
+
+# A datastore: several segments
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address (int64) as a pointer that `carray` takes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), codegen
+
+
+def describe(text: Bytes, order: Int32, table: UInt32) -> Int64:
+    """int64 [6], a segment for the kernels below: address and size of each of its arrays. The caller keeps the arrays alive."""
+    return np.array(
+        [text.ctypes.data, len(text), order.ctypes.data, len(order), table.ctypes.data, len(table)],
+        np.int64,
+    )
+
+
+@kernel
+def _text(segment: Int64) -> Bytes:
+    return carray(_pointer(segment[0]), segment[1], np.uint8)
+
+
+@kernel
+def _order(segment: Int64) -> Int32:
+    return carray(_pointer(segment[2]), segment[3], np.int32)
+
+
+@kernel
+def _table(segment: Int64) -> UInt32:
+    return carray(_pointer(segment[4]), (segment[5], 3), np.uint32)
+
+
+@kernel
+def usable_length(context: Int32, vocab_size: int, max_length: int) -> int:
+    """How many tokens at the end of the context can be looked up: at most `max_length`, none before one that is no token."""
+    length = 0
+    while length < min(len(context), max_length) and 0 <= context[len(context) - 1 - length] < vocab_size:
+        length += 1
+    return length
+
+
+@kernel
+def longest_match(segments: Int64, width: int, context: Int32, limit: int) -> int:
+    """The largest length of at most `limit` at which the end of the context occurs in some segment; 0 if it never does.
+
+    What occurs at a length occurs at every shorter one, so it is a binary search: O(log limit) searches a segment.
+    """
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        key = context[len(context) - middle :]
+        found = False
+        for s in range(len(segments)):
+            segment = segments[s]
+            if not found and occurs(_text(segment), width, _order(segment), _table(segment), key):
+                found = True
+        if found:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@kernel
+def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> int:
+    """How often `key` occurs in all segments; its interval in segment s is left in intervals[s], int64 [S, 2]."""
+    total = 0
+    for s in range(len(segments)):
+        segment = segments[s]
+        low, high = find_interval(_text(segment), width, _order(segment), _table(segment), key)
+        intervals[s, 0] = low
+        intervals[s, 1] = high
+        total += high - low
+    return total
+
+
+@kernel
+def lookup(
+    segments: Int64,
+    width: int,
+    vocab_size: int,
+    context: Int32,
+    budget: int,
+    min_length: int,
+    max_length: int,
+    num_samples: int,
+    num_classes: int,
+    depth: int,
+) -> BlendResult:
+    """What followed the end of the context, as `blend` has it, from the longest match and up to `num_classes - 1` shorter ones.
+
+    A shorter length becomes a class of its own where it occurs at least twice as often as the class before. Of a class at most
+    `num_samples` occurrences are looked at, an even stride through the interval: unbiased, and stratified by continuation
+    since the interval is sorted by it. Occurrences that belong to a longer class stand there already; those left share the
+    class's exact count.
+    """
+    rows = np.empty((num_samples * num_classes, depth), np.int32)
+    lengths = np.empty(num_samples * num_classes, np.int32)
+    weights = np.empty(num_samples * num_classes, np.float64)
+    intervals = np.empty((len(segments), 2), np.int64)
+    num_rows = 0
+    length = longest_match(segments, width, context, usable_length(context, vocab_size, max_length))
+    longer = 0
+    longer_count = 0
+    classes_left = num_classes
+    while length >= max(min_length, 1) and classes_left > 0:
+        key = context[len(context) - length :]
+        count = count_matches(segments, width, key, intervals)
+        if count >= max(2 * longer_count, 1):
+            first = num_rows
+            num_fresh = 0
+            num_taken = min(count, num_samples)
+            segment_index = 0
+            before = 0  # occurrences in the segments before this one
+            for i in range(num_taken):
+                at = (2 * i + 1) * count // (2 * num_taken)
+                while at - before >= intervals[segment_index, 1] - intervals[segment_index, 0]:
+                    before += intervals[segment_index, 1] - intervals[segment_index, 0]
+                    segment_index += 1
+                segment = segments[segment_index]
+                text = _text(segment)
+                position = int64(_order(segment)[intervals[segment_index, 0] + at - before])
+                if longer and _agrees(text, width, position - (longer - length), context, longer):
+                    continue
+                num_fresh += 1
+                if _copy(text, width, vocab_size, position + length, rows[num_rows]):
+                    lengths[num_rows] = length
+                    num_rows += 1
+            for i in range(first, num_rows):
+                weights[i] = (count - longer_count) / num_fresh
+            if num_rows > first:
+                longer, longer_count = length, count
+                classes_left -= 1
+        length = _shorter(length)
+    return blend(rows[:num_rows], lengths[:num_rows], weights[:num_rows], budget)
+
+
+@kernel
+def _shorter(length: int) -> int:
+    """The next length worth a search: every one below 4, then about two in an octave (6, 8, 12, 16, 24, 32, ...)."""
+    if length <= 4:
+        return length - 1
+    rung = 4
+    while 2 * rung < length:
+        rung *= 2
+    return rung + rung // 2 if length > rung + rung // 2 else rung
+
+
+@kernel
+def _agrees(text: Bytes, width: int, position: int, context: Int32, length: int) -> bool:
+    """Whether the text at `position` is the last `length` tokens of the context."""
+    return position >= 0 and compare(text, width, position, context[len(context) - length :], 0) == 0
+
+
+@kernel
+def _copy(text: Bytes, width: int, vocab_size: int, position: int, row: Int32) -> bool:
+    """Copy the text from `position` on into the row, to the end of the document, and pad with -1. False if nothing follows."""
+    num_tokens = len(text) // width
+    i = 0
+    if position >= 0:
+        while i < len(row) and position + i < num_tokens:
+            token = token_at(text, width, position + i)
+            if token >= vocab_size:
+                break
+            row[i] = token
+            i += 1
+    row[i:] = -1
+    return i > 0
+
+
+# A text in memory that grows: chains of the places that agree in their last 1, 2, 4 or 8 tokens
+
+
+@kernel
+def pool_extend(text: Int32, begin: int, end: int, heads: Int32, previous: Int32) -> None:
+    """Chain the positions [begin, end) of the text, those before being chained already. O(1) a token.
+
+    heads[o, bucket] is the latest position whose POOL_ORDERS[o] preceding tokens hash to the bucket, previous[o, position] the
+    one before it, -1 for none. A position is chained only once it holds a token, so the end of the text never matches itself.
+    """
+    longest = POOL_ORDERS[-1]
+    for position in range(begin, end):
+        if text[position] < 0:
+            continue
+        run = 0
+        while run < longest and position > run and text[position - 1 - run] >= 0:
+            run += 1
+        for o in range(len(POOL_ORDERS)):
+            length = POOL_ORDERS[o]
+            if length <= run:
+                bucket = hash_context(text[position - length : position], length) & (heads.shape[1] - 1)
+                previous[o, position] = heads[o, bucket]
+                heads[o, bucket] = position
+
+
+@kernel
+def common_suffix(text: Int32, end: int, context: Int32, limit: int) -> int:
+    """How many tokens before `end` are the last of the context, at most `limit`."""
+    length = 0
+    while length < limit and length < end and text[end - 1 - length] == context[len(context) - 1 - length]:
+        length += 1
+    return length
+
+
+@kernel
+def pool_lookup(
+    text: Int32,
+    num_tokens: int,
+    heads: Int32,
+    previous: Int32,
+    context: Int32,
+    budget: int,
+    min_length: int,
+    max_length: int,
+    probes: int,
+    depth: int,
+) -> BlendResult:
+    """What followed the end of the context in the first `num_tokens` of a chained text, as `blend` has it.
+
+    For each of the orders, longest first, at most `probes` of the latest occurrences that match in so many tokens and in fewer
+    than the next longer order; a chain is left after 4 `probes` steps.
+
+    Where the context ends as the text does, an occurrence that runs into the end goes on with its own beginning: the text
+    would be periodic there, and the draft follows the period.
+    """
+    limit = usable_length(context, np.iinfo(np.int32).max, max_length)
+    rows = np.empty((len(POOL_ORDERS) * probes, depth), np.int32)
+    lengths = np.empty(len(rows), np.int32)
+    num_rows = 0
+    at_end = common_suffix(text, num_tokens, context, limit)
+    for o in range(len(POOL_ORDERS) - 1, -1, -1):
+        order = POOL_ORDERS[o]
+        if order > limit:
+            continue
+        bucket = hash_context(context[len(context) - order :], order) & (heads.shape[1] - 1)
+        position = int64(heads[o, bucket])
+        steps = 0
+        taken = 0
+        while position >= 0 and steps < 4 * probes and taken < probes:
+            length = common_suffix(text, position, context, limit)
+            longer = o + 1 < len(POOL_ORDERS) and length >= POOL_ORDERS[o + 1]
+            if length >= max(order, min_length) and not longer:
+                row = rows[num_rows]
+                for i in range(depth):
+                    if position + i < num_tokens:
+                        row[i] = text[position + i]
+                    elif at_end >= length:
+                        row[i] = row[i - (num_tokens - position)]
+                    else:
+                        row[i] = -1
+                    if row[i] < 0:
+                        row[i:] = -1
+                        break
+                lengths[num_rows] = length
+                num_rows += 1
+                taken += 1
+            position = int64(previous[o, position])
+            steps += 1
+    return blend(rows[:num_rows], lengths[:num_rows], np.ones(num_rows, np.float64), budget)
+
+
+# Checking a segment
+
+
+@kernel
+def order_faults(text: Bytes, width: int, order: Int32, stride: int, limit: int) -> int:
+    """How many of every `stride`-th pair of neighbours in the order are out of bounds or, in `limit` tokens, out of order."""
+    num_tokens = len(text) // width
+    faults = 0
+    for i in range(0, len(order) - 1, stride):
+        here = int64(order[i])
+        after = int64(order[i + 1])
+        if not (0 <= here < num_tokens and 0 <= after < num_tokens):
+            faults += 1
+            continue
+        for k in range(limit):
+            first = token_at(text, width, here + k) if here + k < num_tokens else -1
+            second = token_at(text, width, after + k) if after + k < num_tokens else -1
+            if first != second or first < 0:
+                faults += first > second
+                break
+    return faults
+
+
+@kernel
+def all_order_faults(text: Bytes, width: int, order: Int32, separator: int) -> int:
+    """How many places of the order are wrong, all looked at; 0 means that it is the suffix order of every document's text.
+
+    A permutation of positions is a suffix order exactly if neighbours are ordered by their first token, and where that is the
+    same by the places of the suffixes one token later (Burkhardt and Karkkainen 2003). Separators have no place and sort last.
+    O(n).
+    """
+    num_tokens = len(text) // width
+    faults = 0
+    place = np.full(num_tokens + 1, -1, np.int64)
+    for i in range(len(order)):
+        if not 0 <= order[i] < num_tokens or place[order[i]] >= 0:
+            faults += 1
+        else:
+            place[order[i]] = i
+    for position in range(num_tokens):
+        if token_at(text, width, position) == separator:
+            faults += place[position] >= 0
+            place[position] = len(order)
+        else:
+            faults += place[position] < 0
+    if faults:
+        return faults
+    for i in range(len(order) - 1):
+        here, after = int64(order[i]), int64(order[i + 1])
+        first, second = token_at(text, width, here), token_at(text, width, after)
+        if first > second or (first == second and place[here + 1] > place[after + 1]):
+            faults += 1
+    return faults
+
+
+def warmup() -> None:
+    """Compile every kernel, or load it from numba's cache, for the types used here. Once a process, before the first request.
+
+    Takes milliseconds with a cache, some 15 seconds without.
+    """
+    from retriever.pools import TextPool
+
+    pool = TextPool([1, 2, 3, 1, 2])
+    pool.lookup(np.array([1, 2], np.int32), 2)
+    text = np.array([1, 2, 1, 255], np.uint8)
+    order = np.array([0, 2, 1], np.int32)
+    contexts = frequent_contexts(text, 1, order, 255, 1)
+    table = np.zeros((16, 3), np.uint32)
+    fill_table(table, text, 1, order, contexts)
+    segments = describe(text, order, table)[None]
+    context = np.array([1], np.int32)
+    longest_match(segments, 1, context, 1)
+    count_matches(segments, 1, context, np.zeros((1, 2), np.int64))
+    lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4)
+    order_faults(text, 1, order, 1, 8)
+    all_order_faults(text, 1, order, 255)
