@@ -271,7 +271,7 @@ def noise_key(seed: Any, position: int) -> Any:
 def gumbel(key: Any, token: int) -> float:
     """Standard Gumbel noise of one token: -log(-log u), u = (k + 1/2) / 2^52 with k the upper 52 bits of the hash.
 
-    u is never 0 or 1, so the noise lies in (-3.6, 36.8). A pure function of (seed, position, token).
+    u is never 0 or 1, so the noise lies in [-3.61, 36.74]. A pure function of (seed, position, token).
     """
     k = _mix(key + (uint64(token) + uint64(1)) * _GOLDEN) >> uint64(12)
     return -math.log(-math.log((np.float64(k) + 0.5) * _TO_UNIT))

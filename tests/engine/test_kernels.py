@@ -1,0 +1,276 @@
+"""Kernels against their obvious twins: noise, exponentials, choosing a token, calibration. Drafts and trees are in test_tree.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine import kernels
+from engine.acceptance import SamplingParams
+from engine.tree import Draft
+from tests.engine import oracles
+from tests.speculation import random_draft
+
+SEEDS = [0, 1, 2**31, 2**63, 2**64 - 1]
+
+
+def choose(scores: NDArray[np.float32], params: SamplingParams, position: int = 0) -> int:
+    """`kernels.choose` with its scratch space."""
+    size = len(scores)
+    scratch = (np.empty(size), np.empty(size), np.empty(size, np.bool_))
+    return int(
+        kernels.choose(
+            scores, params.temperature, params.top_k, params.top_p, params.min_p, np.uint64(params.seed), position, *scratch
+        )
+    )
+
+
+# ---- noise
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_is_the_same_in_numba_numpy_and_plain_integers(seed: int) -> None:
+    """Three spellings of the hash agree, at positions and tokens from the first to the largest."""
+    for position in [0, 1, 4095, 2**31 - 1]:
+        key = np.uint64(kernels.noise_key(np.uint64(seed), position))
+        row = oracles.noise_row(seed, position, 40)
+        for token in [0, 1, 7, 39, 152_063, 2**31 - 1]:
+            expected = oracles.gumbel(seed, position, token)
+            assert kernels.gumbel(key, token) == pytest.approx(expected, rel=1e-14, abs=1e-14)
+            if token < len(row):
+                assert row[token] == pytest.approx(expected, rel=1e-14, abs=1e-14)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_is_the_same_in_torch(seed: int) -> None:
+    """The torch twin has the same 52 bits for every (seed, position, token), in any shape, and the same noise to rounding."""
+    torch = pytest.importorskip("torch")
+    from engine.target import noise
+
+    tokens = torch.tensor([0, 1, 7, 152_063, 2**31 - 1])
+    positions = torch.tensor([[0], [1], [4095], [2**31 - 1]])
+    bits = noise.noise_bits(seed, positions, tokens).tolist()
+    values = noise.gumbel(seed, positions, tokens)
+    assert values.dtype == torch.float64 and values.shape == (4, 5)
+    for i, position in enumerate(positions.flatten().tolist()):
+        assert bits[i] == [oracles.noise_bits(seed, position, token) for token in tokens.tolist()]
+        assert noise.noise_bits(seed, position, tokens).tolist() == bits[i]
+        key = np.uint64(kernels.noise_key(np.uint64(seed), position))
+        expected = [kernels.gumbel(key, token) for token in tokens.tolist()]
+        assert values[i].tolist() == pytest.approx(expected, rel=1e-14, abs=1e-14)
+
+
+def test_noise_is_finite_at_the_ends_of_its_range() -> None:
+    """u = (k + 1/2) / 2^52 is neither 0 nor 1 for the smallest and the largest k, so the noise stays within its bounds."""
+    for k, bound in [(0, 3.61), (2**52 - 1, 36.74)]:
+        u = (k + 0.5) * 2.0**-52
+        assert 0 < u < 1
+        assert abs(-math.log(-math.log(u))) <= bound
+
+
+def test_noise_follows_the_gumbel_law_over_seeds_positions_and_tokens() -> None:
+    """Along each of its three arguments the noise has the mean 0.5772 and variance 1.645 of the Gumbel law.
+
+    With 20,000 draws the standard errors are 0.009 and 0.03; the bounds are five of them.
+    """
+    n = 20_000
+    along = {
+        "tokens": oracles.noise_row(7, 3, n),
+        "positions": np.array([kernels.gumbel(np.uint64(kernels.noise_key(np.uint64(7), i)), 3) for i in range(n)]),
+        "seeds": np.array([kernels.gumbel(np.uint64(kernels.noise_key(np.uint64(i), 7)), 3) for i in range(n)]),
+    }
+    for name, values in along.items():
+        assert abs(values.mean() - 0.57722) < 0.045, name
+        assert abs(values.var() - math.pi**2 / 6) < 0.16, name
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.036, name
+
+
+# ---- exponentials
+
+
+def test_exp_is_accurate_and_the_same_at_any_length_and_offset() -> None:
+    """e^z is within 3e-15 of numpy's and has the same bits wherever in an array z stands; below -700 it is 0."""
+    z = -np.concatenate([np.linspace(0, 3, 301), np.geomspace(1e-300, 699, 300), [0.0, 700.0, 701.0, 1e300, np.inf]])
+    whole = np.empty_like(z)
+    kernels.exp_into(z, whole)
+    assert np.all(np.abs(whole[z > -700] - np.exp(z[z > -700])) <= 3e-15 * np.exp(z[z > -700]))
+    assert np.all(whole[z <= -700] == 0)
+    for start, length in [(0, 1), (1, 3), (5, 7), (13, 64), (601, 4)]:
+        part = np.empty(length)
+        kernels.exp_into(z[start : start + length], part)
+        assert part.tobytes() == whole[start : start + length].tobytes()
+
+
+# ---- choosing a token
+
+
+SETTINGS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=3),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=2.0, top_k=50, top_p=0.95, min_p=0.02),
+    SamplingParams(temperature=1e-6),
+    SamplingParams(temperature=1e6, top_p=0.5),
+    SamplingParams(temperature=1.0, top_k=10**9),
+    SamplingParams(temperature=1.0, top_p=1e-9),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=1.0, min_p=0.999),
+]
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """The same settings with another seed."""
+    return SamplingParams(**{**params.__dict__, "seed": seed})
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+@pytest.mark.parametrize(("size", "num_seeds"), [(5, 60), (1000, 12), (152_064, 1)])
+def test_choice_equals_the_full_sort(size: int, num_seeds: int, params: SamplingParams) -> None:
+    """The kernel, which sorts one bin at most, chooses what a full sort in float64 chooses."""
+    rng = np.random.default_rng(size)
+    for i in range(num_seeds):
+        scores = (rng.standard_normal(size) * 4).astype(np.float32)
+        if i % 3 == 1:
+            scores[rng.random(size) < 0.4] = -np.inf
+            scores[rng.integers(size)] = 1.0
+        if i % 3 == 2:
+            scores = np.round(scores)  # many ties
+        seeded = with_seed(params, int(rng.integers(2**63)))
+        assert choose(scores, seeded, i) == oracles.choose(scores, seeded, i)
+
+
+@given(
+    st.lists(st.sampled_from([-np.inf, -30.0, -1.0, 0.0, 0.5, 1.0, 1.0625, 2.0, 80.0]), min_size=1, max_size=12),
+    st.sampled_from([0.25, 1.0, 4.0]),
+    st.integers(0, 13),
+    st.sampled_from([0.1, 0.5, 0.75, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.integers(0, 2**64 - 1),
+)
+def test_choice_equals_the_full_sort_where_scores_tie(
+    values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    """Among scores full of ties and exclusions the choice is still the twin's: ties go to the lower id at every boundary."""
+    scores = np.array(values, np.float32)
+    if not np.isfinite(scores).any():
+        scores[-1] = 0.0
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    assert choose(scores, params, 3) == oracles.choose(scores, params, 3)
+
+
+def test_equal_scores_are_cut_to_the_lowest_ids() -> None:
+    """With all scores equal, top_k=2 and top_p=0.25 of eight leave ids 0 and 1, and both are chosen in time."""
+    scores = np.zeros(8, np.float32)
+    for params in [SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.25)]:
+        assert {choose(scores, with_seed(params, seed)) for seed in range(64)} == {0, 1}
+
+
+def test_what_is_ruled_out_is_never_chosen() -> None:
+    """-inf and NaN are never chosen while anything else is left, not even at the highest temperature."""
+    scores = np.array([-np.inf, np.nan, 0.0, np.nan, -50.0, -np.inf], np.float32)
+    for params in [SamplingParams(temperature=1e30), SamplingParams(temperature=1e30, top_k=4, top_p=0.99)]:
+        assert {choose(scores, with_seed(params, seed)) for seed in range(64)} == {2, 4}
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_hopeless_scores_give_a_token_of_the_vocabulary(truncation: dict[str, float]) -> None:
+    """All -inf or all NaN gives id 0, +inf the first that has it: broken scores cost sense, never memory."""
+    params = SamplingParams(temperature=1.0, **truncation)  # type: ignore[arg-type]
+    for values, expected in [([-np.inf] * 3, 0), ([np.nan] * 3, 0), ([0.0, np.inf, np.inf], 1)]:
+        assert choose(np.array(values, np.float32), params) == expected
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-6])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    """As the temperature nears 0 the largest score wins, also where 1 / temperature overflows."""
+    scores = np.array([1.0, 3.0, 2.0, 3.0 - 2**-10], np.float32)
+    for extra in [{}, {"top_k": 3}, {"top_p": 0.9}]:
+        params = SamplingParams(temperature=temperature, **extra)  # type: ignore[arg-type]
+        assert {choose(scores, with_seed(params, seed)) for seed in range(32)} == {1}
+
+
+def test_the_nucleus_ends_within_its_bin_however_sums_round() -> None:
+    """Where top_p lies between two roundings of one bin's mass, the nucleus ends with that bin: the tail stays out.
+
+    Six weights near 1 share a bin; their sum in order of id reaches top_p, their sum in falling order falls short of it.
+    """
+    rng = np.random.default_rng(5)
+    num_cases = 0
+    for _ in range(300):
+        z = np.concatenate([[0.0], -rng.random(5) * 0.06, -1.0 - rng.random(6) * 0.01])
+        weight = np.empty(12)
+        kernels.exp_into(z, weight)
+        upper, lower = sum(weight[:6].tolist()), sum(weight[6:].tolist())
+        top_p = upper / (upper + lower)
+        limit = top_p * (upper + lower)
+        if sum(sorted(weight[:6].tolist(), reverse=True)) < limit <= upper:
+            num_cases += 1
+            last_z, last_id = kernels._support(z, weight, 0, top_p)
+            assert last_id < 6 and last_z == z[:6].min()
+    assert num_cases > 5
+
+
+# ---- calibration
+
+
+@given(st.floats(0, 1, width=32), st.integers(-1, 40), st.integers(-1, 200))
+def test_bucket_is_the_class_its_edges_say(prob: float, length: int, count: int) -> None:
+    """The bucket's number is that of its tenth, length class and count class, and within the table."""
+    found = kernels.bucket(np.float32(prob), length, count)
+    assert found == oracles.bucket(float(np.float32(prob)), length, count)
+    assert 0 <= found < kernels.NUM_BUCKETS
+
+
+def test_last_bucket_is_the_tables_last() -> None:
+    """The surest, longest, most frequent evidence falls into the last bucket: the table has no entry to spare."""
+    assert kernels.bucket(np.float32(1), 10**6, 10**6) == kernels.NUM_BUCKETS - 1
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 3), max_size=6))
+def test_outcomes_are_those_of_the_paths(seed: int, emitted: list[int]) -> None:
+    """A node is a hit, a miss or unknown as its path compares to what was emitted, and the credit is the longest hit."""
+    draft = random_draft(np.random.default_rng(seed), 4, 20)
+    out = np.empty(len(draft), np.int8)
+    reached = kernels.outcomes(draft.tokens, draft.parents, np.array(emitted, np.int32), out)
+    assert (out.tolist(), reached) == oracles.outcomes(draft, emitted)
+
+
+@given(st.integers(0, 2**32))
+def test_counts_are_those_of_a_dict(seed: int) -> None:
+    """After any run of observations every estimate equals that of counts kept in a dict."""
+    rng = np.random.default_rng(seed)
+    strength, keep = 8.0, 0.9
+    hits, trials = np.zeros(kernels.NUM_BUCKETS), np.zeros(kernels.NUM_BUCKETS)
+    twin = oracles.Counts(strength, keep)
+    for _ in range(4):
+        draft = random_draft(rng, 6, 12)
+        outcome = rng.integers(-1, 2, len(draft)).astype(np.int8)
+        estimates = np.empty(len(draft), np.float32)
+        kernels.calibrate(draft.probs, draft.lengths, draft.counts, hits, trials, strength, estimates)
+        nodes = list(zip(draft.probs.tolist(), draft.lengths.tolist(), draft.counts.tolist(), strict=True))
+        assert estimates.tolist() == [np.float32(twin.estimate(*node)) for node in nodes]
+        kernels.observe(draft.probs, draft.lengths, draft.counts, outcome, hits, trials, keep)
+        for node, value in zip(nodes, outcome.tolist(), strict=True):
+            twin.observe(*node, value)
+
+
+# ---- compilation
+
+
+def test_warmup_leaves_nothing_to_compile() -> None:
+    """After warmup() a call with the types the engine uses compiles no further signature."""
+    kernels.warmup()
+    compiled = [f for f in vars(kernels).values() if hasattr(f, "signatures")]
+    before = {f.__name__: len(f.signatures) for f in compiled}
+    draft = Draft.of([1, 2], [-1, 0], [0.5, 0.5])
+    draft.validate(4)
+    choose(np.zeros(8, np.float32), SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
+    kernels.outcomes(draft.tokens, draft.parents, np.array([1], np.int32), np.empty(2, np.int8))
+    assert {f.__name__: len(f.signatures) for f in compiled} == before
