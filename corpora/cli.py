@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from corpora.catalog import Catalog, Corpus, default_store
+from corpora.catalog import Catalog, Corpus, check_name, default_store
 from corpora.decisions import Decision, Reason
 from corpora.errors import (
     CatalogCorrupt,
@@ -52,12 +52,14 @@ corpus_app = typer.Typer(
     add_completion=False,
 )
 
-NameArgument = Annotated[str, typer.Argument(help="Name of the corpus: a-z, 0-9, '.', '_', '-'.", show_default=False)]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the corpus: a-z, 0-9, '.', '_', '-'.", show_default=False)
+]
 StoreOption = Annotated[
     Path | None,
     typer.Option(
         "--store",
-        help="Folder of the corpora. [default: $DRAFTLOOM_HOME, else ~/.local/share/draftloom/corpora]",
+        help="Folder of the corpora. (default: $DRAFTLOOM_HOME, else ~/.local/share/draftloom/corpora)",
         show_default=False,
     ),
 ]
@@ -67,13 +69,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON lines; the 
 @corpus_app.command("build")
 def build_command(
     name: NameArgument,
-    paths: Annotated[list[Path], typer.Argument(help="Folders and files to index.", show_default=False)],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Folders and files to index.", show_default=False)],
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="Model whose tokenizer to use: the one it will be served with. [default: the built-in model]",
+            help="Model whose tokenizer to use: the one it will be served with. (default: the built-in model)",
             show_default=False,
         ),
     ] = None,
@@ -237,7 +239,11 @@ def _catalog(store: Path | None) -> Catalog:
 
 def _build(name: str, paths: Sequence[Path], options: BuildOptions, model: str | None, catalog: Catalog, as_json: bool) -> None:
     from corpora.build import build
+    from corpora.walk import roots_of
 
+    check_name(name)
+    options.validate()
+    roots_of(paths)  # before a model is fetched for nothing
     model_name, tokenizer = _load_tokenizer(model)
     with _progress(as_json) as say:
         report = build(name, paths, tokenizer, catalog, options=options, model=model_name, progress=say)
@@ -260,7 +266,6 @@ def _build(name: str, paths: Sequence[Path], options: BuildOptions, model: str |
 
 def _dry_run(name: str, paths: Sequence[Path], options: BuildOptions, as_json: bool) -> None:
     from corpora.build import Tally, survey
-    from corpora.catalog import check_name
 
     check_name(name)
     tally = Tally()

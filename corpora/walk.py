@@ -49,7 +49,7 @@ def walk(paths: Sequence[Path], *, include: Sequence[str] = (), exclude: Sequenc
     """
     wanted, unwanted = _patterns("include", include), _patterns("exclude", exclude)
     seen: set[Path] = set()
-    for root, prefix in _roots(paths):
+    for root, prefix in roots_of(paths):
         for decision in _Walk(root, prefix, wanted, unwanted).decisions():
             if decision.path not in seen:
                 yield decision
@@ -64,8 +64,8 @@ def _patterns(option: str, lines: Sequence[str]) -> GitIgnoreSpec | None:
         raise InvalidOptions(f"{option} pattern is not understood: {error}; write it as in a .gitignore file") from None
 
 
-def _roots(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """(real path, what its names begin with) for each path."""
+def roots_of(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """(real path, what names below it begin with) for each path. Raises SourceNotFound for one that is not there."""
     roots = []
     for path in paths:
         try:
