@@ -1,0 +1,397 @@
+"""The command `draftloom`.
+
+    draftloom model pull|list          models on this machine
+    draftloom corpus build|list|...    what to draft from (corpora/cli.py)
+    draftloom serve                    the gRPC server
+    draftloom generate                 one answer, from a running server or one of its own
+    draftloom demo                     the whole of it, on code that is already here
+
+    exit 0  done
+         1  failed: no server, a lost worker, a differing text
+         2  the command line, a setting, a model or the request is not usable
+       130  interrupted; `corpus` has statuses of its own
+
+What was asked for goes to stdout, all else to stderr. Every error is one line. Each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+    from typer.core import TyperGroup
+except ImportError as missing:  # the base install is the Python client alone
+    sys.exit(f"draftloom: a package is not installed: {missing.name}; pip install 'draftloom[engine,worker,index]'")
+
+from engine.errors import ConfigError, EngineError, InvalidRequest
+
+if TYPE_CHECKING:
+    from draftloom import Client, Options
+    from engine.config import Config
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+OWN_PACKAGES = ("corpora", "draftloom", "engine", "retriever")
+
+
+class Commands(TyperGroup):
+    """The commands, with those of `corpora` among them, which are imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted([*super().list_commands(ctx), "corpus"])
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return corpus_command() if cmd_name == "corpus" else super().get_command(ctx, cmd_name)
+
+
+def corpus_command() -> Any:
+    """The `corpus` group; one that says which extra to install, where it is not there."""
+    try:
+        from corpora.cli import corpus_app
+    except ImportError as error:
+        if not error.name or error.name.partition(".")[0] in OWN_PACKAGES:
+            raise
+        package = error.name
+        stand_in = typer.Typer(help="Index code and documents to draft from (needs the index extra).")
+
+        @stand_in.callback(
+            invoke_without_command=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+        )
+        def refuse(context: typer.Context) -> None:
+            context.args.clear()
+            raise ConfigError(f"a package is not installed: {package}; pip install 'draftloom[index]'")
+
+        return typer.main.get_command(stand_in)
+    return typer.main.get_command(corpus_app)
+
+
+app = typer.Typer(
+    name="draftloom",
+    cls=Commands,
+    help="Lossless speculative decoding that weaves drafts from many sources, served over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Bring models to this machine and see which are here.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="Settings file. [default: ./draftloom.toml, if it is there]", show_default=False),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The model: see `draftloom model list`.")]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, int8, bfloat16 or float32.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of a pass.")]
+StoreOption = Annotated[Path | None, typer.Option("--store", help="Folder of the corpora.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_version(wanted: bool) -> None:
+    """What --version does."""
+    if wanted:
+        print(f"draftloom {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@model_app.command("pull")
+def pull_command(
+    model: Annotated[str, typer.Argument(help="A built-in name, a hub id, a GGUF file or a safetensors folder.")],
+    name: Annotated[str | None, typer.Option("--name", help="What to call it from then on.")] = None,
+) -> None:
+    """Bring a model into the cache, converted and ready to serve, and print its folder."""
+    from engine.models import pull
+
+    with progress() as say:
+        folder = pull(model, say, name)
+    print(folder)
+
+
+@model_app.command("list")
+def models_command(as_json: JsonOption = False) -> None:
+    """List the models in the cache and the built-in ones."""
+    from engine.models import list_models
+
+    entries = list_models()
+    if as_json:
+        rows = [{"name": e.name, "folder": e.folder and str(e.folder), "bytes": e.bytes, "origin": e.origin} for e in entries]
+        print(json.dumps({"models": rows}))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for header in ("name", "size", "state", "from"):
+        table.add_column(header, justify="right" if header == "size" else "left", overflow="fold")
+    for entry in entries:
+        table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", "ready" if entry.folder else "to pull", entry.origin)
+    Console().print(table)
+
+
+@app.command("serve")
+def serve_command(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a host that is not loopback, in plain text.")] = False,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    kv_memory: Annotated[
+        str | None, typer.Option("--kv-memory", help='Memory for keys and values, such as "2 GiB".', show_default=False)
+    ] = None,
+    worker: Annotated[str | None, typer.Option("--worker", help="Address of a worker that runs already.")] = None,
+    corpus: Annotated[
+        list[str] | None, typer.Option("--corpus", help="Corpus for requests that name none. Repeatable.", show_default=False)
+    ] = None,
+    store: StoreOption = None,
+    max_nodes: Annotated[int | None, typer.Option("--max-nodes", help="Most candidates in a tree.")] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding for everyone.")] = False,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+) -> None:
+    """Serve a model over gRPC until SIGTERM or Ctrl-C. Flags win over the environment, and that over the settings file."""
+    settings = load_settings(
+        config,
+        {
+            "server.host": host,
+            "server.port": port,
+            "server.insecure": True if insecure else None,
+            "model.name": model,
+            "model.dtype": dtype,
+            "model.threads": threads,
+            "model.kv_memory": kv_memory,
+            "model.worker": worker,
+            "corpora.default": corpus or None,
+            "corpora.store": store,
+            "speculation.max_nodes": max_nodes,
+            "speculation.enabled": False if no_speculation else None,
+        },
+    )
+    from engine.app import serve
+
+    if with_parent:
+        from engine.spawn import end_with_parent
+
+        end_with_parent()
+    raise typer.Exit(serve(settings))
+
+
+@app.command("generate")
+def generate_command(
+    prompt: Annotated[str, typer.Argument(help='What to continue; "-" reads it from stdin.', show_default=False)],
+    corpus: Annotated[list[str] | None, typer.Option("--corpus", help="Corpus to draft from. Repeatable.")] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding; the text is the same.")] = False,
+    show_sources: Annotated[
+        bool, typer.Option("--show-sources", help="Colour each token by the source that drafted it; say what each source did.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.", min=1)] = 128,
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Choose among the likeliest that add up to this.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Choose among so many likeliest.")] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", help="Drop what is less likely than so much of the best.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.", min=0)] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer. Repeatable.")] = None,
+    prediction: Annotated[
+        Path | None, typer.Option("--prediction", help="File with a guess at the answer.", exists=True, dir_okay=False)
+    ] = None,
+    source: Annotated[list[str] | None, typer.Option("--source", help="Source to draft with. Repeatable.")] = None,
+    max_nodes: Annotated[int | None, typer.Option("--max-nodes", help="Most candidates in a tree.")] = None,
+    server: Annotated[str | None, typer.Option("--server", "-s", help="Ask the server at this address (host:port).")] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt and print the answer as it comes.
+
+    Asks the server at --server; without it, the one at the usual address. If there is none, or flags say which model to use,
+    a server is started for this one answer, which takes a few seconds.
+    """
+    from draftloom import DEFAULT_ADDRESS
+    from engine.spawn import answers, own_server
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asked: Options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop,
+        "prediction": prediction.read_text(encoding="utf-8", errors="replace") if prediction else None,
+        "speculation": False if no_speculation else None,
+        "sources": source,
+        "corpora": corpus,
+        "max_nodes": max_nodes,
+    }
+    flags = {"--config": config, "--model": model, "--dtype": dtype, "--threads": threads, "--store": store}
+    own = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    if server is not None and own:
+        raise ConfigError(f"a running server has settings of its own; leave out the flag: {own[0]}")
+    with ExitStack() as stack:
+        if server is None and not own and answers(DEFAULT_ADDRESS):
+            server = DEFAULT_ADDRESS
+        if server is None:
+            with progress() as say:
+                say("starting a server for this answer")
+                server = stack.enter_context(own_server(own))
+        if as_json:
+            _generate_json(server, text, asked)
+        else:
+            _generate(server, text, asked, show_sources)
+
+
+@app.command("demo")
+def demo_command(
+    functions: Annotated[int, typer.Option("--functions", help="How many functions to complete.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="New tokens for each.", min=1)] = 96,
+    package: Annotated[str, typer.Option("--package", help="Installed package to index and complete.")] = "transformers",
+    model: ModelOption = None,
+    store: StoreOption = None,
+) -> None:
+    """Index an installed package, serve it, and complete functions it has not seen: plain and with Draftloom, in turns.
+
+    The last line is one JSON object. Exits with 1 if any text differs.
+    """
+    from engine.demo import run_demo
+    from engine.models import DEFAULT_MODEL
+
+    raise typer.Exit(run_demo(functions, max_tokens, package, model or DEFAULT_MODEL, store))
+
+
+def main() -> None:
+    """Run the command line; errors raised on purpose end it with one line and a status."""
+    try:
+        app(prog_name="draftloom")
+    except KeyboardInterrupt:
+        _end("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        _end(str(error), _status(error))
+
+
+def load_settings(file: Path | None, flags: dict[str, Any]) -> Config:
+    """The settings of a command: flags, environment, and the file given or, if there is one, ./draftloom.toml."""
+    from engine.config import FILE, load
+
+    if file is None and Path(FILE).is_file():
+        file = Path(FILE)
+    return load(file, os.environ, flags)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Something to tell what is going on: a spinner on a terminal, a line on stderr otherwise."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> None:
+    """Stream an answer to stdout, and what it cost to stderr. Ctrl-C ends the request on the server, too."""
+    from draftloom import Client
+    from engine.screen import Painter, legend, source_table
+
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    with Client(server) as client:
+        painter = Painter(out, token_sizes(client)) if show_sources and out.is_terminal else None
+        began = time.monotonic()
+        with client.stream(prompt, **asked) as stream:
+            for chunk in stream:
+                if painter:
+                    painter.add(chunk.text, chunk.token_ids, chunk.sources)
+                else:
+                    print(chunk.text, end="", flush=True)
+        seconds = time.monotonic() - began
+    answer = stream.completion
+    if answer is None:
+        raise EngineError(f"the answer broke off without a last message: {server}; look at the server's log")
+    if out.is_terminal:
+        print()
+    costs = answer.statistics
+    for warning in costs.warnings:
+        err.print(f"warning: {warning}", markup=False)
+    decoding = max(seconds - costs.prefill_seconds, 1e-9)
+    num_tokens = answer.usage.completion_tokens
+    err.print(
+        f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / decoding:.1f} tokens/s while decoding, "
+        f"{costs.tokens_per_step:.2f} tokens per step",
+        style="dim",
+    )
+    if show_sources:
+        err.print(source_table(costs.sources, num_tokens))
+        if painter:
+            err.print(legend(source.name for source in costs.sources))
+
+
+def _generate_json(server: str, prompt: str, asked: Options) -> None:
+    """Print a whole answer as one JSON object."""
+    from draftloom import Client
+
+    with Client(server) as client:
+        print(json.dumps(asdict(client.generate(prompt, **asked)), ensure_ascii=False))
+
+
+def token_sizes(client: Client) -> Callable[[int], int]:
+    """How many bytes of text a token has, as the server says; asked once for each token."""
+
+    @functools.cache
+    def num_bytes(token: int) -> int:
+        return len(client.detokenize([token]).replace("\ufffd", "?").encode())
+
+    return num_bytes
+
+
+def _status(error: Exception) -> int:
+    """The exit status for an error raised on purpose. Any other is raised again: it is a mistake of ours, and shows where."""
+    if isinstance(error, ConfigError | InvalidRequest):
+        return USAGE
+    if isinstance(error, EngineError):
+        return FAILED
+    client = sys.modules.get("draftloom")
+    if client is not None and isinstance(error, client.DraftloomError):
+        return USAGE if isinstance(error, client.InvalidRequest) else FAILED
+    raise error
+
+
+def _end(message: str, status: int) -> NoReturn:
+    print(f"draftloom: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("draftloom")
+    except PackageNotFoundError:
+        return "(not installed, run from its source tree)"
+
+
+if __name__ == "__main__":
+    main()

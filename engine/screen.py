@@ -1,0 +1,99 @@
+"""What a person sees of an answer in a terminal: text in the colours of the sources that drafted it, and what it cost.
+
+Shared by `draftloom generate` and `draftloom demo`. Knows no engine and no server: text, tokens, names and numbers come in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftloom import SourceStatistics
+
+COLOURS = {"corpus": "green", "prompt": "cyan"}
+OTHERS = ("yellow", "magenta", "blue", "bright_red")
+SEVERAL = "bold"
+"""Added to the colour of a token that more than one source drafted."""
+
+Names = tuple[str, ...]
+
+
+def style(sources: Names) -> str:
+    """The style of a token: the colour of the first source that drafted it; none if the target alone said it."""
+    if not sources:
+        return ""
+    kind = sources[0].partition(":")[0]
+    colour = COLOURS.get(kind) or OTHERS[sum(kind.encode()) % len(OTHERS)]
+    return f"{colour} {SEVERAL}" if len(sources) > 1 else colour
+
+
+def legend(names: Iterable[str]) -> Text:
+    """The sources' names, each in its colour."""
+    text = Text("drafted by ", style="dim")
+    for name in names:
+        text.append(name, style((name,))).append(", ")
+    return text.append("several", SEVERAL).append("; plain text is the target's own", "dim")
+
+
+class Painter:
+    """Prints text as it streams, each token in its style.
+
+    Text comes in whole characters, later than its tokens, or not at all if a stop string cut it off. `num_bytes` says how long
+    the text of a token is: text is painted as the tokens whose bytes it holds. All text is printed, whatever it says.
+    """
+
+    def __init__(self, console: Console, num_bytes: Callable[[int], int]) -> None:
+        self._console = console
+        self._num_bytes = num_bytes
+        self._ahead: deque[tuple[int, str]] = deque()
+
+    def add(self, text: str, token_ids: Sequence[int], sources: Sequence[Names]) -> None:
+        """Print `text`, which came with these tokens."""
+        self._ahead.extend((self._num_bytes(token), style(names)) for token, names in zip(token_ids, sources, strict=True))
+        painted = Text()
+        for character in text:
+            painted.append(character, self._take(len(character.encode())))
+        self._console.print(painted, end="", soft_wrap=True, highlight=False)
+
+    def _take(self, size: int) -> str:
+        """The style of the token that the next `size` bytes begin in."""
+        found = self._ahead[0][1] if self._ahead else ""
+        while size > 0 and self._ahead:
+            length, current = self._ahead.popleft()
+            if length > size:
+                self._ahead.appendleft((length - size, current))
+            elif not found:
+                found = current
+            size -= length
+        return found
+
+
+def share(sources: Iterable[Names]) -> dict[str, float]:
+    """Share of the tokens that each source drafted; "target" are those that nobody did. Shares overlap where several did.
+
+    No tokens give an empty dictionary.
+    """
+    counts: Counter[str] = Counter()
+    total = 0
+    for names in sources:
+        total += 1
+        counts.update(names or ("target",))
+    return {name: count / total for name, count in counts.most_common()}
+
+
+def source_table(sources: Sequence[SourceStatistics], num_tokens: int) -> Table:
+    """What each source did for an answer of `num_tokens`, as a table."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("source")
+    for header in ("drafted", "accepted", "of the text", "it alone", "missed", "ms"):
+        table.add_column(header, justify="right")
+    for each in sources:
+        of_text = f"{each.num_accepted / num_tokens:.0%}" if num_tokens else "-"
+        counts = (f"{each.num_proposed}", f"{each.num_accepted}", of_text, f"{each.num_unique}")
+        missed = f"{each.num_errors + each.num_late}"
+        table.add_row(Text(each.name, style((each.name,))), *counts, missed, f"{each.seconds * 1000:.1f}")
+    return table
