@@ -216,13 +216,13 @@ class Datastore:
     def document_name(self, index: int) -> str:
         """What document `index` (0 to num_documents - 1) was called when the corpus was built. Raises IndexError, Closed."""
         segment, i = self._document(index)
-        begin, end = segment.name_offsets[i : i + 2]
+        begin, end = segment.name_offsets[i : i + 2].tolist()
         return segment.names[max(begin, 0) : max(end, 0)].tobytes().decode("utf-8", "surrogateescape")
 
     def document_tokens(self, index: int) -> Tokens:
         """int32 [n], a copy of document `index`. Raises IndexError, Closed."""
         segment, i = self._document(index)
-        begin, end = segment.offsets[i : i + 2]
+        begin, end = segment.offsets[i : i + 2].tolist()
         packed = segment.text[max(begin, 0) * self._width : max(end - 1, 0) * self._width]
         return unpack_tokens(packed, self._width).astype(np.int32)
 

@@ -352,6 +352,8 @@ def write_version(
         os.rename(temporary, final)
         _sync_folder(final.parent)
     except BaseException:
+        if final.exists():  # it was renamed, but that may not be on disk
+            os.rename(final, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final

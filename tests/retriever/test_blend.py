@@ -1,0 +1,121 @@
+"""The one kernel that turns occurrences into a draft."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retriever import kernels
+from retriever.continuations import Continuations
+from tests.retriever.oracles import Row, assert_blended, paths_of
+
+DEPTH = 5
+
+some_rows = st.lists(
+    st.builds(
+        Row,
+        st.lists(st.integers(0, 3), max_size=DEPTH).map(tuple),
+        st.sampled_from([1, 2, 5, 30, 63]),
+        st.sampled_from([1.0, 2.0, 7.5, 1000.0]),
+    ),
+    max_size=14,
+)
+
+
+def blend(rows: list[Row], budget: int, depth: int = DEPTH) -> Continuations:
+    """The kernel on rows padded to one matrix."""
+    matrix = np.full((len(rows), depth), -1, np.int32)
+    for i, row in enumerate(rows):
+        matrix[i, : len(row.continuation)] = row.continuation
+    lengths = np.array([row.length for row in rows], np.int32)
+    return Continuations.of(kernels.blend(matrix, lengths, np.array([row.weight for row in rows], np.float64), budget))
+
+
+@given(some_rows, st.integers(0, 30))
+def test_it_is_the_definition(rows: list[Row], budget: int) -> None:
+    """Probabilities, evidence and choice of nodes are those of the definition, and every invariant holds."""
+    assert_blended(blend(rows, budget), rows, budget)
+
+
+@given(some_rows, st.integers(0, 20))
+def test_a_smaller_budget_is_a_beginning(rows: list[Row], budget: int) -> None:
+    """The nodes for a small budget are the first ones for a large budget."""
+    small, large = blend(rows, budget), blend(rows, 25)
+    assert paths_of(small) == paths_of(large)[:budget]
+    assert small.probs.tolist() == large.probs.tolist()[:budget]
+
+
+@given(some_rows, st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(rows: list[Row], random: object) -> None:
+    """Rows are evidence, not a sequence: any permutation yields the same nodes."""
+    shuffled = rows[:]
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert paths_of(blend(rows, 20)) == paths_of(blend(shuffled, 20))
+
+
+def test_by_hand() -> None:
+    """Two matches of length 3 say a a, b; length 1 adds three c: the figures follow from the formula with pencil and paper."""
+    a, b, c = 10, 11, 12
+    rows = [Row((a,), 3), Row((a,), 3), Row((b,), 3), Row((c,), 1), Row((c,), 1), Row((c,), 1)]
+    found = blend(rows, 8)
+    # length 1: 6 occurrences, 3 kinds: a 2/9, b 1/9, c 3/9. length 3: 3 occurrences, 2 kinds: 2/5, 1/5, 0, and 2/5 goes down.
+    assert found.tokens.tolist() == [a, b, c]
+    assert found.probs.tolist() == pytest.approx([2 / 5 + 2 / 5 * 2 / 9, 1 / 5 + 2 / 5 * 1 / 9, 2 / 5 * 3 / 9])
+    assert found.lengths.tolist() == [3, 3, 3]
+    assert found.counts.tolist() == [3, 3, 3]
+
+
+def test_a_lone_occurrence_is_trusted_by_half() -> None:
+    """One occurrence says little: a chain with probability 1/2 a node, its evidence growing by a token each."""
+    found = blend([Row((1, 2, 3), 7)], 8)
+    assert found.parents.tolist() == [-1, 0, 1]
+    assert found.probs.tolist() == [0.5, 0.5, 0.5]
+    assert found.lengths.tolist() == [7, 8, 9]
+
+
+def test_ties_go_to_the_smaller_token() -> None:
+    """Equally likely siblings come in the order of their ids."""
+    assert blend([Row((t,), 1) for t in (5, 3, 9, 1)], 3).tokens.tolist() == [1, 3, 5]
+
+
+def test_evidence_is_capped() -> None:
+    """Match lengths end at 64 and counts at the largest int32."""
+    found = blend([Row((1, 2, 3), 63, 1e12)], 3)
+    assert found.lengths.tolist() == [63, 64, 64]
+    assert found.counts.tolist() == [2**31 - 1] * 3
+
+
+@pytest.mark.parametrize("budget", [-1, 0, 4])
+def test_nothing_in_nothing_out(budget: int) -> None:
+    """No rows, rows that have ended, or no budget: no nodes."""
+    assert len(blend([], budget)) == 0
+    assert len(blend([Row((), 3)], budget)) == 0
+    assert len(blend([Row((1,), 3)], min(budget, 0))) == 0
+
+
+def test_hundreds_of_rows() -> None:
+    """A large, bushy and weighted input agrees with the definition too."""
+    rng = np.random.default_rng(3)
+    rows = [Row(tuple(rng.zipf(1.5, DEPTH) % 50), int(rng.integers(1, 30)), float(rng.integers(1, 9))) for _ in range(250)]
+    assert_blended(blend(rows, 64), rows, 64)
+
+
+def test_faults_are_named() -> None:
+    """`validate` tells which invariant a damaged result breaks."""
+    good = blend([Row((1, 2), 3), Row((4,), 3)], 8)
+    good.validate()
+    cases = {
+        "invariant 1": ("tokens", [-1, 4, 2]),
+        "invariant 2": ("parents", [-1, 1, 0]),
+        "invariant 3": ("probs", [1.5, 0.1, 0.1]),
+        "invariant 4": ("probs", [0.1, 0.5, 0.1]),
+        "invariant 5": ("lengths", [3, 3, 65]),
+        "1 counts": ("counts", [1]),
+    }
+    for message, (name, values) in cases.items():
+        arrays = {field: getattr(good, field) for field in ("tokens", "parents", "probs", "lengths", "counts")}
+        arrays[name] = np.array(values, arrays[name].dtype)
+        with pytest.raises(ValueError, match=message):
+            Continuations(**arrays).validate()
