@@ -10,5 +10,5 @@ settings.load_profile("draftloom")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--rewrite` replaces the expected output in tests/golden/*.txt by what the code says; read the diff before committing it."""
+    """`--rewrite` puts what the code says into tests/golden/*.txt; read the diff before committing it."""
     parser.addoption("--rewrite", action="store_true", help="rewrite the expected output of golden scenarios")

@@ -1,15 +1,15 @@
-"""Judges of losslessness: decoding one token at a time, exact enumeration of chance, and the ratio rule with its six wrong ways.
+"""Judges of losslessness: decoding token by token, exact enumeration of chance, the ratio rule and its six wrong ways.
 
 # Enumeration
 
-A decoding rule takes its chances from `Coins`. `enumerate_runs` runs the rule once for every way the coins may fall, with the
-weight of each, so the law of what the rule emits is a sum, not an estimate: `joint_law`. It is compared to that of plain decoding.
+A decoding rule takes its chances from `Coins`. `enumerate_runs` runs the rule once for every way the coins may fall, with
+the weight of each, so the law of what the rule emits is a sum, not an estimate: `joint_law`. Plain decoding's is the measure.
 
 # The ratio rule
 
-`ratio_step` is the classic sequential residual rule (Leviathan et al., arXiv 2211.17192; for several children SpecInfer, arXiv
-2305.09781, and without replacement RSD, arXiv 2402.14160). The engine does not use it: sample and match needs no draft law. It is
-here because its well-known wrong ways are what a test of losslessness must be able to see: each is a `fault`.
+`ratio_step` is the classic sequential residual rule (Leviathan et al., arXiv 2211.17192; for several children SpecInfer,
+arXiv 2305.09781; without replacement RSD, arXiv 2402.14160). The engine does not use it: sample and match needs no draft law.
+It is here because its well-known wrong ways are what a test of losslessness must be able to see: each is a `fault`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def decode(target: FakeTarget, request: SequenceRequest) -> Decoded:
     return Decoded(answer, finish, logprobs)
 
 
-def descend(tree: CandidateTree, pick: Callable[[Prefix], int], emitted: Prefix = (), node: int = 0) -> tuple[list[int], Prefix]:
+def descend(
+    tree: CandidateTree, pick: Callable[[Prefix], int], emitted: Prefix = (), node: int = 0
+) -> tuple[list[int], Prefix]:
     """The walk by recursion: (accepted nodes, emitted tokens) from `node` on, without limits."""
     token = pick(emitted)
     for child in range(1, len(tree)):

@@ -68,7 +68,7 @@ def ask(source: Source, context: NDArray[np.int32], vocab_size: int) -> Draft | 
 
 
 def check_result(tree: CandidateTree, result: StepResult) -> None:
-    """Raise AssertionError unless `result` is an answer to `tree`: a chain of verified candidates, their tokens, one bonus token."""
+    """Raise AssertionError unless `result` answers `tree`: a chain of verified candidates, their tokens, one bonus token."""
     path = result.path.tolist()
     assert len(result.tokens) == len(path) + 1
     assert tree.parents[path].tolist() == [0, *path][:-1], "the path is no chain from the root"

@@ -101,7 +101,8 @@ class SessionCommands:
         lines = [
             draw(tree, labels),
             f"at {tree.position}: {', '.join(tokens)}" + (f"; finish {step.finish}" if step.finish else ""),
-            f"steps {tally.num_steps}, verified {tally.num_verified}, accepted {tally.num_accepted}, expected {tally.expected:.2f}",
+            f"steps {tally.num_steps}, verified {tally.num_verified}, "
+            f"accepted {tally.num_accepted}, expected {tally.expected:.2f}",
         ]
         lines += [
             f"{label}: proposed {tally.proposed[s]}, accepted {tally.accepted[s]}, alone {tally.unique[s]}"

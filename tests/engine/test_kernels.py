@@ -1,4 +1,4 @@
-"""Kernels against their obvious twins: noise, exponentials, choosing a token, calibration. Drafts and trees are in test_tree.py."""
+"""Kernels against their twins: noise, exponentials, choosing a token, calibration. Drafts and trees are in test_tree.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Drafts and trees as one line of text.
 
-    1/.8 2/.5 | 4/.1            a chain 1, 2 and beside it 4; `/` gives the probability given the parent, 1 if left out
-    1 (2 | 3 5)                 below 1: 2, and beside it 3 with 5 below
-    1 ~4                        4 is a lookahead row
+1/.8 2/.5 | 4/.1            a chain 1, 2 and beside it 4; `/` gives the probability given the parent, 1 if left out
+1 (2 | 3 5)                 below 1: 2, and beside it 3 with 5 below
+1 ~4                        4 is a lookahead row
 """
 
 from __future__ import annotations
