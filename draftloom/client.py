@@ -146,7 +146,8 @@ class Stream:
     def __iter__(self) -> Generator[Chunk, None, None]:
         try:
             for message in self._call:
-                yield self._gathering.add(message)
+                if chunk := self._gathering.add(message):
+                    yield chunk
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._address) from None
         finally:
@@ -281,7 +282,8 @@ class AsyncStream:
     async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
         try:
             async for message in self._call:
-                yield self._gathering.add(message)
+                if chunk := self._gathering.add(message):
+                    yield chunk
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._address) from None
         finally:

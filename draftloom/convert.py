@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from draftloom.types import (
@@ -41,7 +42,9 @@ def request(kind: type[RequestMessage], prompt: Prompt, options: Options) -> Req
 
     Raises TypeError for an option nobody knows or a prompt that is none, ValueError for a number its field cannot hold.
     """
-    groups: dict[str, dict[str, Any]] = {"": {}, "sampling": {}, "stopping": {}, "speculation": {}, "stream": {}}
+    message = kind()
+    with _named("prompt", prompt):
+        message.prompt.CopyFrom(_prompt(prompt))
     for name, value in options.items():
         if value is None or name == "timeout":
             continue
@@ -49,10 +52,21 @@ def request(kind: type[RequestMessage], prompt: Prompt, options: Options) -> Req
             raise TypeError(f"no such option: {name}; there are {', '.join(sorted(_FIELDS))} and timeout")
         if name == "min_chunk_tokens" and kind is generation_pb2.GenerateRequest:
             raise TypeError("min_chunk_tokens is an option of streams only")
+        group: Any = getattr(message, _FIELDS[name]) if _FIELDS[name] else message
         listed = name in ("stop", "corpora", "sources") and isinstance(value, str)
-        groups[_FIELDS[name]][_NAMES.get(name, name)] = [value] if listed else value
-    fields = groups.pop("") | {name: group for name, group in groups.items() if group}
-    return kind(prompt=_prompt(prompt), **fields)
+        with _named(name, value):
+            group.MergeFrom(type(group)(**{_NAMES.get(name, name): [value] if listed else value}))
+    return message
+
+
+@contextmanager
+def _named(name: str, value: object) -> Iterator[None]:
+    """Protobuf's complaint about a value, with the option's name."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{name} cannot be {str(value)[:80]!r}: {error}") from None
 
 
 def _prompt(prompt: Prompt) -> generation_pb2.Prompt:
@@ -101,10 +115,11 @@ class Gathering:
         self._all = generation_pb2.GenerateStreamResponse()
         self._texts: list[str] = []
 
-    def add(self, message: generation_pb2.GenerateStreamResponse) -> Chunk:
+    def add(self, message: generation_pb2.GenerateStreamResponse) -> Chunk | None:
+        """The message as a chunk; None if it has no text and no tokens, as the last one may."""
         self._all.MergeFrom(message)
         self._texts.append(message.text)
-        return chunk(message, self._all.source_names)
+        return chunk(message, self._all.source_names) if message.text or message.token_ids else None
 
     def completion(self) -> Completion | None:
         """The whole answer; None while its last message is missing."""

@@ -138,6 +138,6 @@ def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
 
 
 def _cut(text: str, limit: int) -> str:
-    """`text` in at most `limit` bytes of UTF-8."""
+    """`text` in at most `limit` bytes of UTF-8, which it is made to be."""
     raw = text.encode(errors="replace")
-    return text if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "\N{HORIZONTAL ELLIPSIS}"
+    return raw.decode() if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "\N{HORIZONTAL ELLIPSIS}"

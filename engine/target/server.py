@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.target.server", description="A Draftloom target worker.")
     parser.add_argument("--address", required=True, help="unix:PATH or HOST:PORT; anyone who can connect can use the model")
     parser.add_argument("--model", help="name, folder or file of the model")
-    parser.add_argument("--dtype", default="auto", help="auto, int8, bfloat16 or float32")
+    parser.add_argument("--dtype", default="int8", help="int8, bfloat16 or float32")
     parser.add_argument("--threads", type=int, help="threads of a pass; default: one for each physical core")
     parser.add_argument("--kv-memory", type=int, default=2 << 30, help="bytes for keys and values of open sequences")
     parser.add_argument("--fake", action="store_true", help="a hashed language model without weights, for tests")
