@@ -250,13 +250,10 @@ def _build(name: str, paths: Sequence[Path], options: BuildOptions, model: str |
     if as_json:
         _print_json(_report_json(report))
     else:
-        rate = (
-            f", tokenizer {report.tokens / report.tokenizer_seconds / 1e6:.1f} M tokens/s" if report.tokenizer_seconds else ""
-        )
         _print_skipped(report.skipped, report.examples)
         _out().print(
             f"[bold]{name}[/bold] is ready: {_files(report.files_taken)}, {_size(report.bytes)}, {report.tokens:,} tokens "
-            f"in {report.seconds:.1f} s{rate}",
+            f"in {report.seconds:.1f} s ({report.tokenizer_seconds:.1f} s of it in the tokenizer)",
             highlight=False,
             soft_wrap=True,
         )
