@@ -255,12 +255,20 @@ class StreamDecoder:
         self._held = ""
         self._done = False
 
-    def push(self, token_id: int) -> Piece:
-        """Take one token; returns the text that has become certain."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> Piece:
+        """Take one token; returns the text that has become certain.
+
+        Unless `may_stop` (a request may want a minimum of tokens first), a stop string that this token completes is plain text.
+        """
         if self._done:
             raise RuntimeError("the text has ended: no token may follow a stop string or finish()")
         text = self._held + self._utf8.decode(self._tokenizer.text_bytes(token_id))
-        found = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
+        num_seen = len(self._held)  # a stop string that ends here ended when it was not to count
+        found = [
+            (start + len(s), start, s)
+            for s in self._stop
+            if may_stop and (start := text.find(s, max(0, num_seen - len(s) + 1))) >= 0
+        ]
         if found:
             end, start, stop = min(found)
             self._held, self._done = "", True

@@ -172,34 +172,32 @@ def complete_text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def stream_oracle(
-    tokenizer: Tokenizer, ids: list[int], stop: list[str], include_stop: bool
-) -> tuple[list[str], int, str | None, str]:
-    """(text certain after each token, tokens used, stop string, whole text), by decoding everything again after each token."""
-    certain = []
+Outcome = tuple[list[str], int, str | None, str]
+"""(text certain after each token, tokens used, stop string, whole text)"""
+
+
+def stream_oracle(tokenizer: Tokenizer, ids: list[int], stop: list[str], include_stop: bool, num_free: int = 0) -> Outcome:
+    """By decoding everything again after each token. Stop strings that the first `num_free` tokens complete do not count."""
+    certain, num_seen = list[str](), 0
     for n in range(1, len(ids) + 1):
         text = complete_text(b"".join(tokenizer.text_bytes(i) for i in ids[:n]))
-        for end in range(1, len(text) + 1):
-            ending = [s for s in stop if text[:end].endswith(s)]
+        for end in range(num_seen + 1, len(text) + 1):
+            ending = [s for s in stop if n > num_free and text[:end].endswith(s)]
             if ending:
                 found = max(ending, key=len)
                 final = text[: end if include_stop else end - len(found)]
                 return [*certain, final], n, found, final
-        held = max(
-            (k for k in range(len(text) + 1) if any(len(s) > k and s.startswith(text[len(text) - k :]) for s in stop)),
-            default=0,
-        )
-        certain.append(text[: len(text) - held])
+        num_seen = len(text)
+        beginnings = (k for k in range(len(text) + 1) if any(len(s) > k and s.startswith(text[len(text) - k :]) for s in stop))
+        certain.append(text[: len(text) - max(beginnings, default=0)])
     return certain, len(ids), None, tokenizer.decode(ids, continuing=True)
 
 
-def run_stream(
-    tokenizer: Tokenizer, ids: list[int], stop: list[str], include_stop: bool
-) -> tuple[list[str], int, str | None, str]:
+def run_stream(tokenizer: Tokenizer, ids: list[int], stop: list[str], include_stop: bool, num_free: int = 0) -> Outcome:
     """The same from the StreamDecoder."""
     decoder, text, certain = StreamDecoder(tokenizer, stop, include_stop), "", []
     for n, i in enumerate(ids, 1):
-        piece = decoder.push(i)
+        piece = decoder.push(i, may_stop=n > num_free)
         text += piece.text
         certain.append(text)
         if piece.stopped:
@@ -217,9 +215,18 @@ def test_streaming_equals_decoding_everything_after_each_token(tokenizer: Tokeni
     whole = tokenizer.decode(ids, continuing=True)
     cut = st.tuples(st.integers(0, max(len(whole) - 1, 0)), st.integers(1, 6)).map(lambda t: whole[t[0] : t[0] + t[1]])
     stop = data.draw(st.lists(st.one_of(cut, st.text("ab e\n", max_size=3)).filter(bool), max_size=4))
-    include_stop = data.draw(st.booleans())
     stop = [s for s in stop if "\ufffd" not in s]
-    assert run_stream(tokenizer, ids, stop, include_stop) == stream_oracle(tokenizer, ids, stop, include_stop)
+    how = data.draw(st.booleans()), data.draw(st.integers(0, 3))
+    assert run_stream(tokenizer, ids, stop, *how) == stream_oracle(tokenizer, ids, stop, *how)
+
+
+@given(data=st.data())
+def test_streaming_on_few_letters(data: st.DataObject) -> None:
+    """The same where stop strings overlap with themselves and each other all the time."""
+    ids = one_by_one(data.draw(st.text("ab", max_size=16)))
+    stop = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+    how = data.draw(st.booleans()), data.draw(st.integers(0, 8))
+    assert run_stream(BYTE_LEVEL, ids, stop, *how) == stream_oracle(BYTE_LEVEL, ids, stop, *how)
 
 
 @BOTH
@@ -252,6 +259,12 @@ def test_the_first_complete_stop_string_wins_however_the_text_is_cut() -> None:
     for ids in (one_by_one("xabcd"), BYTE_LEVEL.encode("xabcd").tolist()):
         assert run_stream(BYTE_LEVEL, ids, ["abcd", "bc"], False)[2:] == ("bc", "xa")
         assert run_stream(BYTE_LEVEL, ids, ["c", "bc", "abcd"], False)[2:] == ("bc", "xa")
+
+
+def test_a_stop_string_before_its_time_is_text() -> None:
+    """With a minimum of tokens, one that was completed too early goes out, also when it lies inside a longer false start."""
+    assert run_stream(BYTE_LEVEL, one_by_one("abcx"), ["abcd", "bc"], False, num_free=3)[1:] == (4, None, "abcx")
+    assert run_stream(BYTE_LEVEL, one_by_one("abcbc"), ["bc"], False, num_free=3)[1:] == (5, "bc", "abc")
 
 
 def test_a_false_start_is_let_go() -> None:
