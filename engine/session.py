@@ -12,7 +12,8 @@ No I/O, no clock, no text: drive it by hand in a test or a REPL.
     1  tree() proposes below the last committed token and changes nothing but what commit() needs to score the drafts
     2  commit() follows tree(); it appends exactly the emitted tokens and scores every source's own proposal
     3  emitted tokens = accepted nodes + one bonus token a step
-    4  once `finish` is set nothing more is proposed or committed
+    4  cut() may follow commit(): the caller found the end of the text inside the step, and what came after it never was
+    5  once `finish` is set nothing more is proposed or committed
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Session:
         self._buffer[: len(prompt)] = prompt
         self._length = self._num_prompt = len(prompt)
         self._drafts: tuple[Draft | None, ...] = ()
+        self._step: Step | None = None
         self._tree: CandidateTree | None = None
 
     @property
@@ -131,7 +133,23 @@ class Session:
         ]
         self._credit.reward(reached)
         self.finish = result.finish
-        return Step(emitted, masks, result.finish)
+        self._step = Step(emitted, masks, result.finish)
+        return self._step
+
+    def cut(self, keep: int, finish: str) -> Step:
+        """The sequence ends inside the last step, after its first `keep` tokens (at least 1): take back the others and their counts."""
+        step = self._step
+        if step is None or not 1 <= keep <= len(step.tokens):
+            raise RuntimeError("nothing to cut: keep at least one token of the step just committed")
+        lost = step.masks[keep:]
+        self._length -= len(lost)
+        accepted = [mask for mask in lost if mask]
+        self.tally.num_accepted -= len(accepted)
+        for s in range(len(self.labels)):
+            self.tally.accepted[s] -= sum(mask >> s & 1 for mask in accepted)
+            self.tally.unique[s] -= sum(mask == 1 << s for mask in accepted)
+        self.finish, self._step = finish, None
+        return Step(step.tokens[:keep], step.masks[:keep], finish)
 
     def _append(self, emitted: NDArray[np.int32]) -> None:
         end = self._length + len(emitted)

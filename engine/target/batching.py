@@ -46,8 +46,8 @@ class CostMeter:
                 best = min(best, time.perf_counter() - start)
             self._seconds[i] = best
 
-    def freeze(self, curve: CostCurve) -> None:
-        """Use this curve from now on, whatever passes take."""
+    def freeze(self, curve: CostCurve | None) -> None:
+        """Use this curve from now on, whatever passes take; None goes back to what was measured."""
         self._frozen = curve
 
     def observe(self, rows: int, seconds: float) -> None:

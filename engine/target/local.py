@@ -81,7 +81,7 @@ class LocalTarget:
         kv_memory: int = 2 << 30,
         curve: CostCurve | None = None,
     ) -> LocalTarget:
-        """Resolve a model name (see engine.models) and load it. Raises ModelError."""
+        """Resolve a model name (see engine.models) and load it; dtype "auto" is int8. Raises ModelError."""
         from engine.models import resolve
         from engine.text import Tokenizer
 
@@ -89,7 +89,7 @@ class LocalTarget:
             torch.set_num_threads(threads)
         folder = Path(resolve(model))
         fingerprint = Tokenizer.load(folder).fingerprint
-        return cls(load(folder, dtype), model, fingerprint, kv_memory=kv_memory, curve=curve)
+        return cls(load(folder, "int8" if dtype == "auto" else dtype), model, fingerprint, kv_memory=kv_memory, curve=curve)
 
     @property
     def curve(self) -> CostCurve:

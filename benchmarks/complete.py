@@ -1,0 +1,258 @@
+"""Index the older release of a package, complete what came later: plain decoding and Draftloom in turns, in one process.
+
+    python benchmarks/complete.py --pair pydantic --pair django-docs --model qwen2.5-coder-1.5b --n 24
+    python benchmarks/complete.py --pair FOLDER,COMPLETIONS.jsonl --nodes auto,4,8,16
+
+A pair is a folder to index and a file of completions, one JSON object a line with `prefix`, `added` and `id`. The names pydantic,
+django-docs and django make theirs with release_pairs.py from the evaluation data (DRAFTLOOM_DATA, or ../shared/data beside the
+repository). Prompts are raw prefixes; every prompt runs once in every mode, the order turning from prompt to prompt. tokens/s
+counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it.
+
+`--nodes` lists the most candidates of a tree: a number fixes it, whatever the cost curve says; `auto` is what a server does. The first
+one listed is the main figure. Prints a table for each pair; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from corpora.build import build
+from corpora.catalog import Catalog
+from engine.acceptance import SamplingParams
+from engine.app import Engine, prepare_process
+from engine.config import Config, CorporaSettings, ModelSettings, SpeculationSettings
+from engine.models import resolve
+from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions
+from engine.text import Tokenizer
+from engine.tree import CostCurve
+
+PAIRS = {
+    "pydantic": ("pydantic", "2.11.5", "2.13.4"),
+    "django-docs": ("django", "4.2", "5.2", "--only", "docs"),
+    "django": ("django", "4.2", "5.2", "--only", "code"),
+}
+PLAIN = "plain"
+
+console = Console(stderr=True)
+
+
+@dataclass
+class Run:
+    """One prompt in one mode."""
+
+    tokens: tuple[int, ...]
+    decode: float
+    first: float
+    total: float
+    final: Final
+    sources: Counter[str]
+
+
+@dataclass
+class Mode:
+    """All runs of one mode over a pair."""
+
+    name: str
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(run.tokens) for run in self.runs) / sum(run.decode for run in self.runs)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return sum(len(run.tokens) for run in self.runs) / sum(run.final.statistics.num_steps for run in self.runs)
+
+    @property
+    def nodes_per_step(self) -> float:
+        steps = sum(run.final.statistics.num_steps for run in self.runs)
+        return sum(run.final.statistics.num_nodes for run in self.runs) / steps
+
+    @property
+    def draft_time_share(self) -> float:
+        return sum(run.final.statistics.draft_seconds for run in self.runs) / sum(run.decode for run in self.runs)
+
+    def speedup(self, plain: Mode) -> float:
+        """Median of the per-prompt ratios of tokens/s in decoding."""
+        return median(b.decode / len(b.tokens) * len(a.tokens) / a.decode for a, b in zip(self.runs, plain.runs, strict=True))
+
+    def total_speedup(self, plain: Mode) -> float:
+        """Ratio of all decoding time."""
+        return self.tokens_per_second / plain.tokens_per_second
+
+    def end_to_end(self, plain: Mode) -> float:
+        """Median of the per-prompt ratios of the whole request's time."""
+        return median(b.total / a.total for a, b in zip(self.runs, plain.runs, strict=True))
+
+
+def make_pair(name: str) -> tuple[str, Path, Path]:
+    """(label, folder to index, completions) of a named pair or of FOLDER,COMPLETIONS."""
+    if name not in PAIRS:
+        folder, _, completions = name.partition(",")
+        if not completions:
+            sys.exit(f"no such pair: {name}; name one of {', '.join(PAIRS)}, or give FOLDER,COMPLETIONS.jsonl")
+        return Path(folder).name, Path(folder), Path(completions)
+    data = Path(os.environ.get("DRAFTLOOM_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    if not (data / "release_pairs.py").exists():
+        sys.exit(f"release_pairs.py is not in {data}: set DRAFTLOOM_DATA, or give FOLDER,COMPLETIONS.jsonl")
+    out = Path(tempfile.gettempdir()) / f"draftloom-pair-{name}"
+    command = [sys.executable, str(data / "release_pairs.py"), *PAIRS[name], "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return name, out / "index_this", out / "completions.jsonl"
+
+
+def prompts(path: Path, num: int, cut: str, tokenizer: Tokenizer, most: int) -> list[str]:
+    """`num` prefixes, chosen by hash of their id; `cut` "word" goes on to the middle of the first word of three letters or more."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in records if len(record["prefix"]) >= 200]
+    records.sort(key=lambda record: hashlib.sha256(record["id"].encode()).hexdigest())
+    chosen = []
+    for record in records[:num]:
+        text = record["prefix"]
+        if cut == "word" and (word := re.search(r"[^\W\d_]{3,}", record["added"])):
+            text += record["added"][: (word.start() + word.end()) // 2]
+        ids = tokenizer.encode(text)
+        chosen.append(text if len(ids) <= most else tokenizer.decode(ids[-most:]))
+    return chosen
+
+
+async def run(engine: Engine, prompt: str, args: argparse.Namespace, speculate: bool) -> Run:
+    """One completion."""
+    options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else ())
+    request = GenerationRequest(
+        tenant="default",
+        prompt=prompt,
+        max_tokens=args.tokens,
+        sampling=SamplingParams(temperature=args.temperature, seed=1),
+        ignore_eos=True,
+        speculation=options,
+    )
+    tokens: list[int] = []
+    sources: Counter[str] = Counter()
+    start = time.perf_counter()
+    first = 0.0
+    async for event in engine.generate(request):
+        if isinstance(event, Chunk):
+            first = first or time.perf_counter() - start
+            tokens.extend(event.tokens)
+            for mask in event.masks:
+                names = [name.partition(":")[0] for s, name in enumerate(event.sources) if mask >> s & 1]
+                sources[" and ".join(sorted(set(names))) or "target"] += 1
+        else:
+            final = event
+    total = time.perf_counter() - start
+    statistics = final.statistics
+    return Run(tuple(tokens), statistics.draft_seconds + statistics.step_seconds, first, total, final, sources)
+
+
+async def compare(name: str, args: argparse.Namespace, target: object, tokenizer: Tokenizer, store: Path) -> dict[str, object]:
+    """Run one pair, print its table, return its figures."""
+    label, folder, completions = make_pair(name)
+    build("bench", [folder], tokenizer, Catalog(store))
+    texts = prompts(completions, args.n, args.cut, tokenizer, target.info.context_length - args.tokens - 1)
+    settings = args.nodes.split(",")
+    modes = {nodes: Mode(nodes) for nodes in [PLAIN, *settings]}
+    engines = {nodes: make_engine(nodes, args, target, tokenizer, store) for nodes in modes}
+    names = list(modes)
+    for i, prompt in enumerate(track(texts, f"{label}: {len(names)} modes", console=console)):
+        for nodes in names[i % len(names) :] + names[: i % len(names)]:
+            target.meter.freeze(CostCurve.flat() if nodes.isdigit() else None)
+            modes[nodes].runs.append(await run(engines[nodes], prompt, args, nodes != PLAIN))
+    for engine in engines.values():
+        await engine.close()
+    return report(label, modes, settings[0])
+
+
+def make_engine(nodes: str, args: argparse.Namespace, target: object, tokenizer: Tokenizer, store: Path) -> Engine:
+    """An engine of its own for every mode, so that none learns from another; the target is shared."""
+    speculation = SpeculationSettings(max_nodes=int(nodes)) if nodes.isdigit() else SpeculationSettings()
+    config = Config(
+        model=ModelSettings(name=args.model), speculation=speculation, corpora=CorporaSettings(store=store)
+    )
+    return Engine(config, target, tokenizer)
+
+
+def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
+    """Print the table of a pair; its figures are those of the mode `main`."""
+    plain = modes[PLAIN]
+    table = Table(title=f"{label}: {len(plain.runs)} prompts")
+    for column in ("nodes", "tokens/s", "speed-up", "total", "end to end", "first token s", "tokens/step", "nodes/step",
+                   "draft share", "identical", "by source"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "by source" else "right")
+    for mode in modes.values():
+        same = sum(a.tokens == b.tokens for a, b in zip(mode.runs, plain.runs, strict=True))
+        counts = sum((run.sources for run in mode.runs), Counter())
+        shares = ", ".join(f"{source} {count / counts.total():.0%}" for source, count in counts.most_common())
+        table.add_row(
+            mode.name, f"{mode.tokens_per_second:.1f}", f"{mode.speedup(plain):.2f}", f"{mode.total_speedup(plain):.2f}",
+            f"{mode.end_to_end(plain):.2f}", f"{median(run.first for run in mode.runs):.2f}", f"{mode.tokens_per_step:.2f}",
+            f"{mode.nodes_per_step:.1f}", f"{mode.draft_time_share:.1%}", f"{same}/{len(mode.runs)}", shares,
+        )  # fmt: skip
+    Console(width=max(console.width, 150)).print(table)
+    chosen = modes[main]
+    return {
+        "plain_tokens_per_second": round(plain.tokens_per_second, 2),
+        "draftloom_tokens_per_second": round(chosen.tokens_per_second, 2),
+        "speedup": round(chosen.speedup(plain), 3),
+        "total_speedup": round(chosen.total_speedup(plain), 3),
+        "end_to_end_speedup": round(chosen.end_to_end(plain), 3),
+        "tokens_per_step": round(chosen.tokens_per_step, 3),
+        "nodes_per_step": round(chosen.nodes_per_step, 2),
+        "identical": all(a.tokens == b.tokens for a, b in zip(chosen.runs, plain.runs, strict=True)),
+        "draft_time_share": round(chosen.draft_time_share, 4),
+        "by_nodes": {
+            mode.name: {"tokens_per_second": round(mode.tokens_per_second, 2), "speedup": round(mode.speedup(plain), 3),
+                        "tokens_per_step": round(mode.tokens_per_step, 3)}
+            for mode in modes.values()
+        },
+    }  # fmt: skip
+
+
+async def main(args: argparse.Namespace) -> None:
+    """Load the model once, run every pair."""
+    from engine.target.local import LocalTarget
+
+    tokenizer = Tokenizer.load(resolve(args.model))
+    with console.status(f"loading {args.model} as {args.dtype}"):
+        target = LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads)
+    curve = target.curve
+    points = ", ".join(f"{rows}: {1000 * seconds:.1f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
+    console.print(f"ms a pass by rows: {points}")
+    figures = {}
+    for name in args.pair or ["pydantic", "django-docs"]:
+        with tempfile.TemporaryDirectory() as store:
+            figures[name.partition(",")[0]] = await compare(name, args, target, tokenizer, Path(store))
+    await target.close()
+    print(json.dumps({"model": args.model, "dtype": args.dtype, "temperature": args.temperature, "pairs": figures}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", action="append", help=f"one of {', '.join(PAIRS)}, or FOLDER,COMPLETIONS.jsonl; may be repeated")
+    parser.add_argument("--model", default="smollm2-135m", help="a model name, folder or file (default: %(default)s)")
+    parser.add_argument("--dtype", default="int8", help="int8, float32 or bfloat16 (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--n", type=int, default=24, help="prompts of a pair (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of a completion (default: %(default)s)")
+    parser.add_argument("--nodes", default="auto", help="comma-separated: auto, or a fixed number of candidates (default: %(default)s)")
+    parser.add_argument("--cut", choices=("line", "word"), default="line", help="where the prefix ends (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads of a pass (default: one per core)")
+    prepare_process()
+    asyncio.run(main(parser.parse_args()))

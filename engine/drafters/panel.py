@@ -1,0 +1,241 @@
+"""All sources of one request, asked together, each kept from harming the others.
+
+A source that raises, answers with something that is no draft, or is late is dropped for the step and counted; after a few misses in
+a row it is left alone for a while. Whatever happens here, the target's text is the same; only speed changes.
+
+Quick sources run on the caller's thread, one after the other. A blocking one has a thread of its own: while it is busy it is
+skipped, and the tokens it should accept wait in its queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.drafters import Drafter, Drafting, DraftRequest, Feedback, Tokens
+from engine.tree import MAX_SOURCES, Draft
+
+log = logging.getLogger("draftloom.drafters")
+
+_MISSES = 3
+"""Steps in a row that a source may miss before it is left alone."""
+
+_REST = 16
+"""Steps for which it is left alone."""
+
+
+@dataclass
+class Record:
+    """What happened to one source: steps on which it raised or answered nonsense, steps on which it was late, seconds it took."""
+
+    errors: int = 0
+    late: int = 0
+    seconds: float = 0.0
+
+
+class Panel:
+    """The sources of one request, in the order of `labels`.
+
+    `deadline` is in seconds for each step. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        request: DraftRequest,
+        vocab_size: int,
+        *,
+        budget: int,
+        deadline: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.problems: list[str] = []
+        self._budget = budget
+        self._deadline = deadline
+        self._clock = clock
+        self._seats: list[_Seat] = []
+        for drafter in drafters:
+            try:
+                begun = drafter.begin(request)
+            except Exception as error:
+                log.warning("source %s failed to begin: %r", drafter.name, error)
+                self.problems.append(f"source {drafter.name} failed to begin and was left out")
+                continue
+            for label, drafting in begun:
+                self._seats.append(_Seat(label, drafting, vocab_size, clock, drafter.blocking))
+        for extra in self._seats[MAX_SOURCES:]:
+            extra.close()
+            self.problems.append(f"source {extra.label} was left out: a request has at most {MAX_SOURCES} sources")
+        del self._seats[MAX_SOURCES:]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A name for every source; the part before a colon is the drafter's."""
+        return tuple(seat.label for seat in self._seats)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """What happened to each source so far."""
+        return tuple(seat.record for seat in self._seats)
+
+    async def propose(self, context: Tokens) -> list[Draft | None]:
+        """A valid draft of every source below the end of `context` (int32 [n]); None where it was dropped for this step."""
+        end = self._clock() + self._deadline
+        drafts: list[Draft | None] = []
+        waiting = [seat.ask(context, self._budget) for seat in self._seats if seat.blocking]
+        for seat in self._seats:
+            drafts.append(None if seat.blocking else seat.propose(context, self._budget, end))
+        if waiting:
+            futures = [asyncio.wrap_future(future) for future in waiting if future is not None]
+            if futures:
+                await asyncio.wait(futures, timeout=max(0.0, end - self._clock()))
+            for i, seat in enumerate(self._seats):
+                if seat.blocking:
+                    drafts[i] = seat.collect()
+        return drafts
+
+    def accept(self, tokens: Tokens, feedback: Feedback) -> None:
+        """Tell every source what was emitted."""
+        for seat in self._seats:
+            seat.accept(tokens, feedback)
+
+    def close(self) -> None:
+        """Close every source, whatever one of them does."""
+        for seat in self._seats:
+            seat.close()
+
+    def __enter__(self) -> Panel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Seat:
+    """One source and its record."""
+
+    def __init__(self, label: str, drafting: Drafting, vocab_size: int, clock: Callable[[], float], blocking: bool) -> None:
+        self.label = label
+        self.blocking = blocking
+        self.record = Record()
+        self._drafting = drafting
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"draft-{label}") if blocking else None
+        self._asked: Future[Draft] | None = None
+        self._misses = 0
+        self._resting = 0
+        self._broken = False
+
+    def propose(self, context: Tokens, budget: int, end: float) -> Draft | None:
+        """A draft on the caller's thread; one that comes after `end` counts as late and is dropped."""
+        if self._left_alone():
+            return None
+        start = self._clock()
+        try:
+            draft = self._valid(self._drafting.propose(context, budget))
+        except Exception as error:
+            self._failed(error)
+            return None
+        finally:
+            self.record.seconds += self._clock() - start
+        if self._clock() > end:
+            self.record.late += 1
+            self._missed()
+            return None
+        self._misses = 0
+        return draft
+
+    def ask(self, context: Tokens, budget: int) -> Future[Draft] | None:
+        """Let the source's own thread begin a draft; None if it is left alone or still busy with an older one."""
+        if self._left_alone() or (self._asked is not None and not self._asked.done()):
+            return None
+        assert self._thread is not None
+        self._asked = self._thread.submit(self._timed, context.copy(), budget)
+        return self._asked
+
+    def collect(self) -> Draft | None:
+        """The draft asked for, if it is there."""
+        if self._asked is None or self._broken:
+            return None
+        if not self._asked.done():
+            self.record.late += 1
+            self._missed()
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            draft = asked.result()
+        except Exception as error:
+            self._failed(error)
+            return None
+        self._misses = 0
+        return draft
+
+    def accept(self, tokens: Tokens, feedback: Feedback) -> None:
+        """Pass on what was emitted; a source that fails here has lost its state and is not asked again."""
+        if self._broken:
+            return
+        if self._thread is not None:
+            self._thread.submit(self._accept, tokens, feedback)
+        else:
+            self._accept(tokens, feedback)
+
+    def close(self) -> None:
+        """Close the drafting, on its own thread if it has one (not waited for)."""
+        if self._thread is not None:
+            self._thread.submit(self._close)
+            self._thread.shutdown(wait=False)
+        else:
+            self._close()
+
+    def _timed(self, context: Tokens, budget: int) -> Draft:
+        start = self._clock()
+        try:
+            return self._valid(self._drafting.propose(context, budget))
+        finally:
+            self.record.seconds += self._clock() - start
+
+    def _valid(self, draft: Draft) -> Draft:
+        draft.validate(self._vocab_size)
+        return draft
+
+    def _accept(self, tokens: Tokens, feedback: Feedback) -> None:
+        try:
+            self._drafting.accept(tokens.tolist(), feedback)
+        except Exception as error:
+            self._broken = True
+            self._failed(error)
+
+    def _close(self) -> None:
+        try:
+            self._drafting.close()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.record.errors += 1
+        log.warning("source %s failed: %r", self.label, error)
+        self._missed()
+
+    def _missed(self) -> None:
+        self._misses += 1
+        if self._misses >= _MISSES:
+            self._misses, self._resting = 0, _REST
+
+    def _left_alone(self) -> bool:
+        if self._resting:
+            self._resting -= 1
+            return True
+        return self._broken
+
+
+def empty_panel(vocab_size: int) -> Panel:
+    """No sources at all: plain decoding."""
+    nothing = DraftRequest("", "", np.zeros(0, np.int32))
+    return Panel([], nothing, vocab_size, budget=0, deadline=1.0)

@@ -1,0 +1,42 @@
+"""One request's decoding, the step one can recite: draft, weave, verify, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from engine.drafters.panel import Panel
+from engine.session import Session, Step
+from engine.target import StepResult, TargetSequence
+
+
+@dataclass
+class Times:
+    """Seconds spent so far: `draft` proposing and merging, `step` waiting for the target, `commit` taking in what it said."""
+
+    draft: float = 0.0
+    step: float = 0.0
+    commit: float = 0.0
+
+
+async def decode(
+    session: Session, panel: Panel, sequence: TargetSequence, times: Times
+) -> AsyncIterator[tuple[Step, StepResult]]:
+    """Yield every committed step until the session has finished, or its reader cuts it.
+
+    Whatever the panel does, the tokens are the target's own. Raises what `sequence.step` raises.
+    """
+    while not session.finished:
+        start = time.perf_counter()
+        drafts = await panel.propose(session.tokens)
+        tree = session.tree(drafts, sequence.curve)
+        drafted = time.perf_counter()
+        result = await sequence.step(tree)
+        verified = time.perf_counter()
+        step = session.commit(result)
+        panel.accept(step.tokens, result.feedback)
+        times.draft += drafted - start
+        times.step += verified - drafted
+        times.commit += time.perf_counter() - verified
+        yield step, result
