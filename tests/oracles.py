@@ -267,6 +267,8 @@ def ratio_node(coins: Coins, target_law: Law, draft_law: Law, plan: Plan, fault:
         if coins.flip(left[token] / law[token]):
             return token, True
         left = normalized([max(have - gone, 0.0) for have, gone in zip(left, law, strict=True)])
+        if not any(left):  # a rejection whose chance is 0 but for rounding
+            return token, True
     return coins.pick(left), False
 
 

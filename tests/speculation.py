@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import Limits, SamplingParams
 from engine.calibration import Calibration
-from engine.session import Session
+from engine.session import Session, Tally
 from engine.target import SequenceRequest, StepResult
 from engine.target.fake import FakeTarget
 from engine.tree import LOOKAHEAD, CandidateTree, CostCurve, Draft
@@ -23,7 +24,7 @@ Source = Callable[[NDArray[np.int32]], Draft]
 """A source as a function of the tokens so far; it may raise."""
 
 Twist = Callable[[CandidateTree], CandidateTree]
-"""Something done to a tree on its way to the target."""
+"""Something done to a tree on its way to the target: rows may be added at its end, not moved."""
 
 
 def speculate(
@@ -35,8 +36,8 @@ def speculate(
     curve: CostCurve | None = None,
     calibration: Calibration | None = None,
     twist: Twist = lambda tree: tree,
-) -> Decoded:
-    """Decode `request` with drafts; every result is checked against the worker's contract."""
+) -> tuple[Decoded, Tally]:
+    """Decode `request` with drafts, and count; every result is checked against the worker's contract."""
     session = Session(request.prompt, list(sources), calibration or Calibration(), max_nodes)
     logprobs: list[float] = []
 
@@ -44,17 +45,18 @@ def speculate(
         async with target.open(request) as sequence:
             while not session.finished:
                 drafts = [ask(source, session.tokens, target.info.vocab_size) for source in sources.values()]
-                tree = twist(session.tree(drafts, curve or CostCurve.flat()))
-                result = await sequence.step(tree)
-                check_result(tree, result)
+                tree = session.tree(drafts, curve or CostCurve.flat())
+                twisted = twist(tree)
+                result = await sequence.step(twisted)
+                check_result(twisted, result)
                 if result.logprobs is not None:
                     logprobs.extend(result.logprobs.chosen.tolist())
-                session.commit(result)
+                session.commit(replace(result, verified=result.verified[result.verified < len(tree)]))
 
     asyncio.run(run())
     assert target.num_open == 0
     assert session.tally.num_accepted + session.tally.num_steps == session.num_emitted
-    return Decoded(session.tokens[len(request.prompt) :].tolist(), session.finish, logprobs)
+    return Decoded(session.tokens[len(request.prompt) :].tolist(), session.finish, logprobs), session.tally
 
 
 def ask(source: Source, context: NDArray[np.int32], vocab_size: int) -> Draft | None:

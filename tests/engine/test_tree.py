@@ -41,7 +41,7 @@ def test_merge_is_its_twin(seed: int, budget: int) -> None:
     drafts, weights, _ = random_drafts(seed, dyadic=True)
     tree = merge(drafts, weights, 3, 11, budget)
     expected = oracles.merge(drafts, weights, budget)
-    assert nodes(tree) == [(path, np.float32(prob), bits) for path, prob, bits in expected]
+    assert nodes(tree) == [(path, float(np.float32(prob)), bits) for path, prob, bits in expected]
     assert (tree.tokens[0], tree.position) == (3, 11)
 
 
