@@ -6,11 +6,11 @@ At every node on the walked path the target makes its own choice
 
     x = argmax_v ( log target_probs[v] + gumbel(seed, position, v) )          temperature 0: plain argmax, ties to the lowest id
 
-after all processors, with that node's own prefix; x is emitted, and the walk goes down if x is a child of the node, else the step
-ends. The noise is a pure function of (request seed, absolute position, token id), so x is a function of (seed, prefix) alone: the
-tree decides only when the next pass happens, never what is said. Hence the emitted text is exact for every temperature and
-identical under any set of drafts, none among them. For a child set C the chance of going down is target(C); no lossless rule has a
-larger one for drafts fixed before verification. (The coupling is that of Daliri et al., arXiv 2408.07978.)
+after all processors, with that node's own prefix; x is emitted, and the walk goes down if x is a child of the node, else the
+step ends. The noise is a pure function of (request seed, absolute position, token id), so x is a function of (seed, prefix)
+alone: the tree decides only when the next pass happens, never what is said. Hence the emitted text is exact for every
+temperature and identical under any set of drafts, none among them. For a child set C the chance of going down is target(C); no
+lossless rule has a larger one for drafts fixed before verification. (The coupling is that of Daliri et al., arXiv 2408.07978.)
 
 # Rules
 
@@ -47,9 +47,11 @@ class SamplingParams:
     repetition, presence and frequency penalty, logit bias, stop-id mask, then temperature, top_k, top_p, min_p.
 
     1. `temperature` >= 0; 0 is greedy (ties to the lowest id), and then top_k, top_p, min_p and seed have no effect.
-    2. `top_k` >= 0, 0 is off; ties at the k-th place go to the lower id. 0 < `top_p` <= 1, 1 is off. 0 <= `min_p` < 1, 0 is off.
-    3. `repetition_penalty` > 0 over prompt and answer (1 is off); `presence_penalty`, `frequency_penalty` in [-2, 2] over the answer.
-    4. `logit_bias`: (token id, number added to its logit) pairs, ids distinct.
+    2. `top_k` >= 0, 0 is off; ties at the k-th place go to the lower id. 0 < `top_p` <= 1, 1 is off. 0 <= `min_p` < 1,
+       0 is off.
+    3. `repetition_penalty` > 0 over prompt and answer (1 is off); `presence_penalty`, `frequency_penalty` in [-2, 2] over
+       the answer.
+    4. `logit_bias`: (token id, number added to its logit) pairs, ids distinct, numbers in [-1e30, 1e30].
     5. `seed`: unsigned 64 bits.
     """
 
@@ -75,7 +77,7 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
             ("seed", 0 <= self.seed < 1 << 64, "must be between 0 and 2^64 - 1"),
             ("logit_bias", all(0 <= i < vocab_size for i, _ in self.logit_bias), f"has a token id outside [0, {vocab_size})"),
-            ("logit_bias", all(abs(b) <= _MOST_BIAS for _, b in self.logit_bias), "has a bias outside [-1e30, 1e30] or not a number"),
+            ("logit_bias", all(abs(b) <= _MOST_BIAS for _, b in self.logit_bias), "has a bias outside [-1e30, 1e30]"),
             ("logit_bias", len({i for i, _ in self.logit_bias}) == len(self.logit_bias), "names a token id twice"),
         ]
         for name, ok, message in checks:

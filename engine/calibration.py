@@ -15,7 +15,7 @@ from engine import kernels
 from engine.tree import Draft
 
 _STRENGTH = 8.0
-"""How many observations a raw estimate counts for: the prior of a bucket is Beta with this weight and the estimate as its mean."""
+"""How many observations a raw estimate counts for: a bucket's prior is Beta with this weight and the estimate as its mean."""
 
 _KEEP = 0.999
 """Counts fade by this factor with every observation in their bucket, so about the last thousand speak."""

@@ -161,7 +161,8 @@ def merge(tokens: Any, parents: Any, probs: Any, ends: Any, weights: Any, root: 
             break
         best = 0
         for slot in range(1, num_open):
-            if open_prob[slot] > open_prob[best] or (open_prob[slot] == open_prob[best] and open_token[slot] < open_token[best]):
+            ahead = open_prob[slot] - open_prob[best]
+            if ahead > 0.0 or (ahead == 0.0 and open_token[slot] < open_token[best]):
                 best = slot
         out_tokens[count], out_parents[count] = open_token[best], open_parent[best]
         out_probs[count], out_sources[count] = open_prob[best], open_sources[best]
@@ -284,8 +285,8 @@ def gumbel(key: Any, token: int) -> float:
 def exp_into(z: Any, out: Any) -> None:
     """out = e^z elementwise, float64, z at most 0; relative error below 3e-15, exactly 0 below -700.
 
-    Cody-Waite reduction and a Taylor polynomial of degree 12, so it consists of additions and products only: vectorizes, and gives
-    the same bits whatever the length or alignment.
+    Cody-Waite reduction and a Taylor polynomial of degree 12, so it consists of additions and products only: vectorizes, and
+    gives the same bits whatever the length or alignment.
     """
     bits = out.view(np.int64)
     for i in range(len(z)):
@@ -313,15 +314,24 @@ def exp_into(z: Any, out: Any) -> None:
 
 @_jit
 def choose(
-    scores: Any, temperature: float, top_k: int, top_p: float, min_p: float, seed: Any, position: int, z: Any, weight: Any, near: Any
+    scores: Any,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: Any,
+    position: int,
+    z: Any,
+    weight: Any,
+    near: Any,
 ) -> int:
     """The target's own choice among processed scores (float32 [V], -inf for what is ruled out), temperature > 0.
 
-    argmax of score / temperature + gumbel(seed, position, token) over the support that top_k, then top_p, then min_p leave; ties go
-    to the lower id. `seed` is uint64, `position` that of the token to choose; `z` and `weight` (float64 [V]) and `near` (bool [V])
-    are scratch. NaN is ruled out too; where no score is finite, or one is +inf, the first of the largest is chosen (id 0 if all
-    are ruled out). The vocabulary is read a few times and only one bin of a histogram is sorted: O(V), unless the scores all fall
-    into one bin (temperatures in the thousands).
+    argmax of score / temperature + gumbel(seed, position, token) over the support that top_k, then top_p, then min_p leave;
+    ties go to the lower id. `seed` is uint64, `position` that of the token to choose; `z` and `weight` (float64 [V]) and `near`
+    (bool [V]) are scratch. NaN is ruled out too; where no score is finite, or one is +inf, the first of the largest is chosen
+    (id 0 if all are ruled out). The vocabulary is read a few times and only one bin of a histogram is sorted: O(V), unless
+    the scores all fall into one bin (temperatures in the thousands).
     """
     size = len(scores)
     top, highest = 0, -np.inf
@@ -339,7 +349,8 @@ def choose(
         last_z, last_id = _support(z, weight, top_k, top_p)
     if min_p > 0.0 and math.log(min_p) > last_z:
         last_z, last_id = math.log(min_p), size
-    return _race(z, weight, near, top, last_z, last_id, noise_key(seed, position))
+    winner: int = _race(z, weight, near, top, last_z, last_id, noise_key(seed, position))
+    return winner
 
 
 _BINS = 1024
@@ -348,7 +359,7 @@ _BINS_PER_UNIT = 16.0
 
 @_jit
 def _support(z: Any, weight: Any, top_k: int, top_p: float) -> Any:
-    """The last member (z, id) of the support that top_k and then top_p leave, in falling order of z and, among equals, rising id.
+    """The last member (z, id) of the support that top_k and then top_p leave, by falling z and, among equals, rising id.
 
     z has its largest value 0. A histogram over z finds the bin in which the boundary lies; only that bin is sorted.
     """
@@ -384,7 +395,8 @@ def _support(z: Any, weight: Any, top_k: int, top_p: float) -> Any:
         order = _sorted_bin(z, b, num[b])
         for i in range(len(order)):
             covered += weight[order[i]]
-            if covered >= top_p * total or i == len(order) - 1:  # the bin's sum may exceed its members' in this order by rounding
+            # summed in this order a bin may weigh less, by rounding, than summed by id: then its last member is the last
+            if covered >= top_p * total or i == len(order) - 1:
                 token = order[i]
                 if z[token] > last_z or (z[token] == last_z and token < last_id):
                     last_z, last_id = z[token], token
@@ -408,8 +420,8 @@ def _sorted_bin(z: Any, b: int, num: int) -> Any:
 def _race(z: Any, weight: Any, near: Any, top: int, last_z: float, last_id: int, key: Any) -> int:
     """argmax of z + gumbel over the tokens not after (last_z, last_id). `top` is the index of the largest z, which is 0.
 
-    To beat a value b, a token needs -log u < e^(z - b); as -log u >= 1 - u, only tokens with 1 - u <= e^(z - b) need logarithms:
-    a handful of the vocabulary.
+    To beat a value b, a token needs -log u < e^(z - b); as -log u >= 1 - u, only tokens with 1 - u <= e^(z - b) need
+    logarithms: a handful of the vocabulary.
     """
     best = top
     best_value = gumbel(key, top)

@@ -31,7 +31,8 @@ class Draft:
 
     1. `tokens` int32 [n], ids of the target's vocabulary.
     2. `parents` int32 [n], the index of each node's parent in this draft, -1 for the root; parents[i] < i.
-    3. `probs` float32 [n] in [0, 1]: the estimated probability that the TARGET emits the node, given that it emitted its parent.
+    3. `probs` float32 [n] in [0, 1]: the estimated probability that the TARGET emits the node, given that it emitted
+       its parent.
     4. Siblings have different tokens, and their probs sum to at most 1 (up to rounding).
     5. `lengths` int32 [n] and `counts` int32 [n] say how good the evidence is: the length of the matching context and how often
        it was seen (0: not applicable). Calibration keeps its counts per bucket of the two.
@@ -97,7 +98,8 @@ class CandidateTree:
 
     1. `tokens` int32 [n], n >= 1; tokens[0] is the root, the last committed token.
     2. `parents` int32 [n]; parents[0] = -1, and 0 <= parents[i] < i for every other node.
-    3. `probs` float32 [n] is the estimated probability of the whole path to the node; probs[0] = 1, and no node's exceeds its parent's.
+    3. `probs` float32 [n] is the estimated probability of the whole path to the node; probs[0] = 1, and no node's exceeds
+       its parent's.
     4. Candidates come in falling order of `probs`, so the first m nodes are the best tree of m nodes, whatever m.
     5. `sources` int64 [n]: bit s is set if source s of the session proposed the node; 0 for the root.
     6. `roles` uint8 [n]: CANDIDATE or LOOKAHEAD. Candidates come first. Candidate siblings have different tokens.
@@ -141,7 +143,7 @@ class CandidateTree:
         return CandidateTree(self.tokens[:m], self.parents[:m], self.probs[:m], self.sources[:m], self.roles[:m], self.position)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError naming the first invariant that does not hold. Called where trees enter from outside, and in tests."""
+        """Raise ValueError naming the first invariant that does not hold. Called where trees enter from outside."""
         n = len(self)
         if n < 1:
             raise ValueError("tree has no root")
@@ -227,11 +229,12 @@ def merge(
     """One tree of at most `budget` candidates out of many drafts: equal paths are one node, the likeliest paths first.
 
     A node's probability given its parent is the linear pool of the sources that had something to say at the parent (that
-    proposed the parent and at least one child of it), weighted by `weights` (positive, one a draft): the pool's sum over siblings
-    stays at most 1. A best-first heap then takes nodes by path probability, ties by the smaller token, so the result is
-    prefix-closed, optimal for every size under the estimates, and the same for the same input. Drafts must be valid.
+    proposed the parent and at least one child of it), weighted by `weights` (positive, one a draft): the pool's sum over
+    siblings stays at most 1. A best-first search then takes nodes by path probability, ties by the smaller token, so the result
+    is prefix-closed, optimal for every size under the estimates, and the same for the same input. Drafts must be valid.
 
-    Cost: O(total nodes x log) in one numba kernel, some microseconds for a hundred nodes. No drafts, or a budget below 1: the root alone.
+    Cost: O(total nodes x open nodes) in one numba kernel, some microseconds for a hundred nodes. No drafts, or no
+    budget: the root alone.
     The order of selection is that of OPT-Tree (arXiv 2406.17276) and DySpec.
     """
     if len(drafts) > MAX_SOURCES:

@@ -21,9 +21,9 @@ from engine.tree import CandidateTree, CostCurve
 class FakeTarget:
     """A hashed language model of `order` tokens of memory: its logits are a function of the last `order` tokens of the path.
 
-    A small `order` makes text that repeats itself (so that drafts can be right); a large one makes it unpredictable. `sharpness`
-    scales the logits. `eos_id` is an ordinary token that ends sequences. `spell` is a text the model would rather say: after any of its
-    tokens it strongly favours the next.
+    A small `order` makes text that repeats itself (so that drafts can be right); a large one makes it unpredictable.
+    `sharpness` scales the logits. `eos_id` is an ordinary token that ends sequences. `spell` is a text the model would rather
+    say: after any of its tokens it strongly favours the next.
     """
 
     def __init__(
@@ -97,10 +97,11 @@ class FakeSequence:
             raise ValueError(f"the root must be the last committed token, at position {len(self._prefix) - 1}: {tree.position}")
         tree = tree.cut(self._target.info.max_rows)
         rows = np.stack([self._target.logits(self._path(tree, node)) for node in range(len(tree))])
-        taken = walk(tree, lambda node, emitted: self._sampler.choose(rows[node], emitted), self._sampler.limits, self._sampler.num_emitted)
+        sampler = self._sampler
+        taken = walk(tree, lambda node, emitted: sampler.choose(rows[node], emitted), sampler.limits, sampler.num_emitted)
         nodes = np.concatenate(([0], taken.path)).astype(np.int32)
-        logprobs = self._sampler.logprobs(rows[nodes], taken.tokens)
-        self._sampler.commit(taken.tokens)
+        logprobs = sampler.logprobs(rows[nodes], taken.tokens)
+        sampler.commit(taken.tokens)
         self._prefix = np.concatenate([self._prefix, taken.tokens])
         self._finished = bool(taken.finish)
         return StepResult(
@@ -118,4 +119,3 @@ class FakeSequence:
             tail.append(int(tree.tokens[node]))
             node = int(tree.parents[node])
         return np.concatenate([self._prefix, np.array(tail[::-1], np.int32)])
-

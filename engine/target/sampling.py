@@ -52,8 +52,9 @@ class Sampler:
 
     def __init__(self, request: SequenceRequest, vocab_size: int, context_length: int | None = None) -> None:
         params = request.sampling
-        room = request.limits.max_tokens if context_length is None else context_length - len(request.prompt)
-        self.limits = Limits(min(request.limits.max_tokens, room), min(request.limits.min_tokens, room), request.limits.stop_ids)
+        limits = request.limits
+        room = limits.max_tokens if context_length is None else context_length - len(request.prompt)
+        self.limits = Limits(min(limits.max_tokens, room), min(limits.min_tokens, room), limits.stop_ids)
         self.num_emitted = 0
         self._params = params
         self._num_logprobs = request.num_logprobs
@@ -63,7 +64,7 @@ class Sampler:
         self._counts: dict[int, int] = {}
         self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
         self._bias = np.array([b for _, b in params.logit_bias], np.float32)
-        self._stop_ids = np.array(sorted(request.limits.stop_ids), np.int64)
+        self._stop_ids = np.array(sorted(limits.stop_ids), np.int64)
         self._seed = np.uint64(params.seed)
         sampled = vocab_size if params.temperature > 0 else 0
         self._scratch = (np.empty(sampled), np.empty(sampled), np.empty(sampled, np.bool_))
