@@ -70,6 +70,15 @@ INTERNAL = "INTERNAL"
 
 _BY_REASON = {error.reason: error for error in CODES} | {INTERNAL: EngineError}
 
+_OF_GRPC: dict[grpc.StatusCode, type[EngineError]] = {
+    grpc.StatusCode.UNAVAILABLE: WorkerLost,
+    grpc.StatusCode.INTERNAL: WorkerLost,
+    grpc.StatusCode.UNKNOWN: WorkerLost,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Exhausted,
+}
+"""What gRPC's own failures, which carry no reason of ours, mean."""
+
 
 def to_status(error: EngineError, field: str = "") -> status_pb2.Status:
     """The status that tells a client of `error`; `field` overrides the error's own field name."""
@@ -109,14 +118,9 @@ def from_rpc_error(error: grpc.RpcError) -> EngineError:
             field = bad.field_violations[0].field
     kind = _BY_REASON.get(reason)
     if kind is None:
-        by_code: dict[grpc.StatusCode, type[EngineError]] = {
-            grpc.StatusCode.UNAVAILABLE: WorkerLost,
-            grpc.StatusCode.INTERNAL: WorkerLost,
-            grpc.StatusCode.UNKNOWN: WorkerLost,
-            grpc.StatusCode.CANCELLED: Cancelled,
-            grpc.StatusCode.RESOURCE_EXHAUSTED: Exhausted,
-        }
-        return by_code.get(code, EngineError)(message or f"the call failed: {code.name}")
+        kind = _OF_GRPC.get(code, EngineError)
+        cause = f"{code.name} {message}".rstrip()
+        return kind(f"the connection broke: {cause}; try again" if kind is WorkerLost else f"the call failed: {cause}")
     if issubclass(kind, InvalidRequest):
         return kind(message.removeprefix(f"{field}: "), field)
     return kind(message)

@@ -41,7 +41,7 @@ class WorkerProcess:
     async def wait(self) -> int:
         """The exit code, once the worker has ended (negative: the signal that ended it)."""
         code = await self.process.wait()
-        await self._relay
+        await asyncio.shield(self._relay)
         return code
 
     async def close(self) -> None:
