@@ -19,6 +19,9 @@ OTHERS = ("yellow", "magenta", "blue", "bright_red")
 SEVERAL = "bold"
 """Added to the colour of a token that more than one source drafted."""
 
+TARGET = "target"
+"""Who said what nobody drafted."""
+
 Names = tuple[str, ...]
 
 
@@ -73,7 +76,7 @@ class Painter:
 
 
 def share(sources: Iterable[Names]) -> dict[str, float]:
-    """Share of the tokens that each source drafted; "target" are those that nobody did. Shares overlap where several did.
+    """Share of the tokens that each source drafted; TARGET said those that nobody did. Shares overlap where several did.
 
     No tokens give an empty dictionary.
     """
@@ -81,7 +84,7 @@ def share(sources: Iterable[Names]) -> dict[str, float]:
     total = 0
     for names in sources:
         total += 1
-        counts.update(names or ("target",))
+        counts.update(names or (TARGET,))
     return {name: count / total for name, count in counts.most_common()}
 
 
