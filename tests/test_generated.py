@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,15 @@ def recorded_version() -> str:
     match = re.search(r"GRPC_GENERATED_VERSION = '([^']+)'", (STUBS / "generation_pb2_grpc.py").read_text())
     assert match is not None
     return match.group(1)
+
+
+def test_protos_follow_the_style() -> None:
+    """`buf lint` with its standard rules has nothing to say."""
+    buf = shutil.which("buf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if buf is None:
+        pytest.skip("buf is not installed: pip install buf-bin")
+    result = subprocess.run([buf, "lint", "proto"], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_stubs_are_what_the_protos_say(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ log = logging.getLogger("draftloom.server")
 
 DEFAULT_ADDRESS = "127.0.0.1:50151"
 DRAIN_SECONDS = 30.0
+MAX_CALLS = 4096
+"""Calls at once, health and reflection among them: against floods. How many requests run together is the engine's to say."""
 SETTLE_SECONDS = 0.5
 """For the last response to leave once its handler is done; calls that never end are cancelled then."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -91,7 +93,7 @@ def create_server(
     Start processes before: gRPC does not survive a fork. Needs a running event loop. Raises ConfigError.
     """
     guard = Guard()
-    server = grpc.aio.server(interceptors=[guard], options=OPTIONS)
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(engine), server)
     generation_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(engine), server)
     corpus_pb2_grpc.add_CorpusServiceServicer_to_server(CorpusService(engine), server)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -13,6 +15,8 @@ from engine.server import wire
 from engine.server.errors import SlowReader
 from engine.server.interceptors import Context, tenant_of
 from engine.target.wire import ids_array
+
+log = logging.getLogger("draftloom.server")
 
 SLOW_READER_SECONDS = 60.0
 """How long one message may wait for its reader, while the request holds its memory at the worker."""
@@ -72,14 +76,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def _events(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """The engine's events, with fields in its errors named as the .proto names them."""
+        """The engine's events, with fields in its errors named as the .proto names them; one line in the log at the end."""
+        began, outcome = time.perf_counter(), "left by the client"
         try:
             async with aclosing(self._engine.generate(request)) as events:
                 async for event in events:
+                    if isinstance(event, Final):
+                        counts = event.prompt_tokens, event.completion_tokens, event.tokens_per_step
+                        outcome = "{}, {} + {} tokens, {:.2f} a step".format(event.finish, *counts)
                     yield event
-        except InvalidRequest as error:
-            error.field = wire.field_path(error.field)
+        except Exception as error:
+            outcome = getattr(error, "reason", "failed")
+            if isinstance(error, InvalidRequest):
+                error.field = wire.field_path(error.field)
             raise
+        finally:
+            log.info("request %s: %s, %.2f s", request.request_id, outcome, time.perf_counter() - began)
 
     async def _write(self, response: generation_pb2.GenerateStreamResponse, context: Context) -> None:
         """Send one message; a reader who does not take it in time loses the call, so that its memory is freed."""

@@ -63,8 +63,8 @@ def request_from_wire(message: GenerateMessage, tenant: str, info: TargetInfo, t
     check_model(message.model, info.model)
     if message.HasField("n") and message.n != 1:
         raise UnsupportedParameter(f"only one answer to a prompt is supported: {message.n}; leave it out and ask again", "n")
-    if len(message.request_id) > MAX_REQUEST_ID:
-        raise InvalidRequest(f"at most {MAX_REQUEST_ID} characters: {len(message.request_id)}", "request_id")
+    if len(message.request_id) > MAX_REQUEST_ID or not message.request_id.isprintable():
+        raise InvalidRequest(f"at most {MAX_REQUEST_ID} printable characters: {message.request_id!r:.40}", "request_id")
     try:
         request = GenerationRequest(
             tenant=tenant,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+import draftloom
 from draftloom.v1 import corpus_pb2, corpus_pb2_grpc, generation_pb2, generation_pb2_grpc
 from engine.errors import ConfigError, Exhausted, InvalidRequest
 from engine.server import services
@@ -239,6 +243,34 @@ def test_a_call_that_ends_early_frees_everything(way: str, method: str) -> None:
     asyncio.run(run())
 
 
+def test_the_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller's id, how it ended and what it cost; not a word of its text."""
+
+    async def run() -> None:
+        async with connected(ScriptedEngine(pause=0.001)) as channel:
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+            await stub.Generate(generation_pb2.GenerateRequest(prompt={"text": "secret"}, max_tokens=6, request_id="one"))
+            call = stub.GenerateStream(stream_request("secret", max_tokens=100_000, request_id="two"))
+            await call.read()
+            call.cancel()
+            assert await eventually(lambda: len(lines()) == 2)
+        async with connected(ScriptedEngine(fail=Exhausted("full"))) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            await failure(stub.Generate(generation_pb2.GenerateRequest(prompt={"text": "secret"}, request_id="three")))
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+
+    with caplog.at_level(logging.INFO, "draftloom.server"):
+        asyncio.run(run())
+    assert [line.rpartition(",")[0] for line in lines()] == [
+        "request one: length, 6 + 6 tokens, 3.00 a step",
+        "request two: left by the client",
+        "request three: EXHAUSTED",
+    ]
+    assert "secret" not in caplog.text
+
+
 def test_an_unread_stream_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader who stops reading does not hold the worker's memory for ever."""
     monkeypatch.setattr(services.GenerationService.__init__, "__defaults__", (0.2,))
@@ -332,6 +364,30 @@ def test_an_address_in_use_is_named() -> None:
                 create_server(ScriptedEngine(), f"127.0.0.1:{port}")
 
         asyncio.run(taken())
+
+
+def test_connections_can_be_encrypted(tmp_path: Path) -> None:
+    """With credentials the server speaks TLS, and the client that trusts its certificate reaches it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed: it makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+
+    async def run() -> None:
+        server = create_server(ScriptedEngine(), "localhost:0", credentials=credentials)
+        await server.start()
+        trust = grpc.ssl_channel_credentials(certificate.read_bytes())
+        async with draftloom.AsyncClient(server.address, credentials=trust) as client:
+            assert (await client.generate("abc", max_tokens=3)).text == "abc"
+        async with draftloom.AsyncClient(server.address) as client:
+            with pytest.raises(draftloom.Unavailable):
+                await client.generate("abc")
+        await server.drain(0)
+
+    asyncio.run(run())
 
 
 def test_draining_finishes_what_was_begun() -> None:

@@ -196,6 +196,7 @@ def test_control_tokens_inside_a_message_stay_text() -> None:
         ("max_tokens", "x", {"max_tokens": 0}),
         ("logprobs", "x", {"logprobs": 21}),
         ("request_id", "x", {"request_id": "r" * 129}),
+        ("request_id", "x", {"request_id": "r\nrequest s: stop"}),
         ("speculation.max_nodes", "x", {"max_nodes": 1000}),
     ],
 )
