@@ -50,7 +50,7 @@ def test_declared_encodings_are_believed_if_they_are_right() -> None:
     """A coding cookie in one of the first two lines decides for what is not UTF-8; a wrong or absurd one does not."""
     body = "# déjà vu, Größe\n" * 3
     assert outcome("a.py", ("#!/usr/bin/python\n# -*- coding: latin-1 -*-\n" + body).encode("latin-1")).endswith(body)  # type: ignore[union-attr]
-    assert outcome("a.py", b"# coding: rot13\n" + b"plain\xff " * 50) is not None
+    assert outcome("a.py", b"# coding: rot13\n" + CODE.encode() + b"\xff") == "# coding: rot13\n" + CODE + "\ufffd"
     assert "\ufffd" in outcome("a.py", b"# coding: no-such-coding\n" + CODE.encode() + b"\xe9")  # type: ignore[operator]
 
 
@@ -80,7 +80,8 @@ def test_binaries_are_told_by_their_bytes_not_their_name(data: bytes) -> None:
 
 def test_terminal_output_is_text() -> None:
     """Colours, tabs and backspaces do not make a binary."""
-    assert isinstance(outcome("a.log", b"\x1b[31mred\x1b[0m\tok\x08\x08 done\n"), str)
+    text = "\x1b[31mred\x1b[0m\tok\x08\x08 done\n"
+    assert outcome("a.log", text.encode()) == text
 
 
 @pytest.mark.parametrize("data", [b"", b"\xef\xbb\xbf", b"\n" * 50, b" \t\r\n\x0c"])
@@ -132,10 +133,26 @@ def test_secrets_are_known_by_their_shape() -> None:
 
     dashes = "-" * 5
     key = f"{dashes}BEGIN RSA PRIVATE KEY{dashes}\n{some(64)}\n{some(64)}\n{dashes}END RSA PRIVATE KEY{dashes}\n"
-    for secret in (key, "AKIA" + some(16), "ghp_" + some(36), "xoxb-" + some(12, "0123456789") + "-" + some(24)):
+    headed = key.replace(f"KEY{dashes}\n", f"KEY{dashes}\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES\n\n", 1)
+    for secret in (
+        key,
+        headed,
+        key.replace("\n", "\\n"),
+        "AKIA" + some(16),
+        "ghp_" + some(36),
+        "xoxb-" + some(12, "0123456789") + "-" + some(24),
+    ):
         assert outcome("config.py", f'KEY = """{secret}"""\n'.encode()) is Reason.SECRET
     harmless = f'if text.startswith("{dashes}BEGIN RSA PRIVATE KEY{dashes}"):\n    raise ValueError("AKIA... is a key")\n'
     assert outcome("config.py", harmless.encode()) == harmless
+
+
+def test_no_text_makes_the_search_for_secrets_slow() -> None:
+    """What almost is a key block, over and over, is looked at in one go; a backtracking search would not end."""
+    begin = f"{'-' * 5}BEGIN PRIVATE KEY{'-' * 5}"
+    for filler in ("\n", "\\n", "a:  ", "a: \n", "A" * 47 + " "):
+        text = (begin + filler * 150 + "\n") * 50
+        assert outcome("a.py", text.encode()) == text
 
 
 def notebook(*cells: object, **extra: object) -> bytes:
