@@ -409,8 +409,10 @@ class _Segment:
 def build_suffix_order(text: NDArray[np.uint8], width: int) -> NDArray[np.int32]:
     """int32: the positions of the tokens of a packed text, sorted, those of separators left out (they sort last)."""
     tokens = unpack_tokens(text, width)
-    num_separators = int(np.count_nonzero(tokens == separator_of(width)))
-    return build_suffix_array(tokens)[: len(tokens) - num_separators]
+    separators = tokens == separator_of(width)
+    num_ids = len(tokens) - int(np.count_nonzero(separators))
+    tokens[separators] = tokens.max(initial=0, where=~separators) + 1  # still the largest, but small enough to be counted
+    return build_suffix_array(tokens)[:num_ids]
 
 
 def build_table(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -> tuple[NDArray[np.uint32], int]:

@@ -100,8 +100,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     if size == 0:
         return tokens, parents, probs, match_lengths, counts
 
-    levels = np.unique(lengths)  # rising
-    row_level = np.searchsorted(levels, lengths)
+    level_of, levels = _levels(lengths)
     num_levels = len(levels)
 
     # A node is a run of `keys`, one key a row, its next token above the row's number: sorting a run groups it by next token,
@@ -141,8 +140,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                 if token >= 0:
                     keys[end] = int64(token) << 32 | row
                     end += 1
-            if end - low > 1:
-                keys[low:end].sort()
+            _sort(keys, low, end)
             num_children = 0
             top = -1
             bottom = num_levels
@@ -153,7 +151,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                     child_weight[num_children, :] = 0.0
                     num_children += 1
                 row = keys[i] & 0xFFFFFFFF
-                level = row_level[row]
+                level = level_of[lengths[row]]
                 child_weight[num_children - 1, level] += weights[row]
                 top = max(top, level)
                 bottom = min(bottom, level)
@@ -215,6 +213,38 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
             break
 
     return tokens[:num_nodes], parents[:num_nodes], probs[:num_nodes], match_lengths[:num_nodes], counts[:num_nodes]
+
+
+@kernel
+def _levels(lengths: Int32) -> tuple[Int64, Int64]:
+    """(level of each length, length of each level); levels number the different lengths upwards. Lengths are >= 0 and small."""
+    longest = 0
+    for length in lengths:
+        longest = max(longest, int64(length))
+    level_of = np.full(longest + 1, -1, np.int64)
+    levels = np.empty(longest + 1, np.int64)
+    for length in lengths:
+        level_of[length] = 0
+    num_levels = 0
+    for candidate in range(longest + 1):
+        if level_of[candidate] == 0:
+            level_of[candidate] = num_levels
+            levels[num_levels] = candidate
+            num_levels += 1
+    return level_of, levels[:num_levels]
+
+
+@kernel
+def _sort(keys: Int64, low: int, high: int) -> None:
+    """Sort keys[low:high] in place: a shell sort, short, and quick for the few hundred keys there are."""
+    for gap in (132, 57, 23, 10, 4, 1):
+        for i in range(low + gap, high):
+            key = keys[i]
+            at = i
+            while at >= low + gap and keys[at - gap] > key:
+                keys[at] = keys[at - gap]
+                at -= gap
+            keys[at] = key
 
 
 @kernel
@@ -355,24 +385,25 @@ def frequent_contexts(text: Bytes, width: int, order: Int32, separator: int, min
     num_tokens = len(text) // width
     found = np.empty((TABLE_CONTEXT * (len(order) // min_count) + 1, 3), np.int64)
     num_found = 0
-    begin = np.zeros(TABLE_CONTEXT, np.int64)
-    last = np.full(TABLE_CONTEXT, -1, np.int64)
+    begin = np.zeros(TABLE_CONTEXT, np.int64)  # where the run of suffixes that share their first k + 1 tokens began
+    shared = np.full(TABLE_CONTEXT, -1, np.int64)
     for i in range(len(order) + 1):
         same = i < len(order)
+        is_context = True
         for k in range(TABLE_CONTEXT):
             token = -1
             if i < len(order) and order[i] + k < num_tokens:
                 token = token_at(text, width, order[i] + k)
-            same = same and token == last[k]
+            same = same and token == shared[k]
+            is_context = is_context and 0 <= shared[k] < separator
             if not same:
-                if last[: k + 1].min() >= 0 and last[: k + 1].max() < separator and i - begin[k] >= min_count:
-                    found[num_found] = (k + 1, begin[k], i - begin[k])
+                if is_context and i - begin[k] >= min_count:
+                    found[num_found, 0] = k + 1
+                    found[num_found, 1] = begin[k]
+                    found[num_found, 2] = i - begin[k]
                     num_found += 1
                 begin[k] = i
-        for k in range(TABLE_CONTEXT):
-            last[k] = -1
-            if i < len(order) and order[i] + k < num_tokens:
-                last[k] = token_at(text, width, order[i] + k)
+                shared[k] = token
     return found[:num_found]
 
 
@@ -751,7 +782,7 @@ def all_order_faults(text: Bytes, width: int, order: Int32, separator: int) -> i
 def warmup() -> None:
     """Compile every kernel, or load it from numba's cache, for the types used here. Once a process, before the first request.
 
-    Takes milliseconds with a cache, some 15 seconds without.
+    Takes well under a second with a cache, some ten without.
     """
     from retriever.pools import TextPool
 

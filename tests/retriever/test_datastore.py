@@ -143,6 +143,22 @@ def test_size_on_disk(build: Build) -> None:
         assert store.check(full=True) == []
 
 
+def test_a_damaged_table_points_nowhere_else() -> None:
+    """Whatever stands in the table's slots, an interval it yields lies in the order."""
+    segments = Segments([[[1, 2, 1, 2, 1, 2, 1, 2] * 5]], 4)
+    text, order, table = segments.arrays[0]
+    assert np.count_nonzero(table[:, 2]) == 6
+    key = np.array([1], np.int32)
+    expected = kernels.find_interval(text, segments.width, order, table, key)
+    for low, count in ((0, 2**32 - 1), (2**32 - 1, 1), (len(order), 1), (1, len(order)), (2**32 - 1, 2**32 - 1)):
+        damaged = table.copy()
+        damaged[table[:, 2] > 0, 1:] = low, count
+        assert kernels.find_interval(text, segments.width, order, damaged, key) == expected
+    damaged = table.copy()
+    damaged[:, 2] = 1  # no slot is empty any more: the search still ends
+    kernels.find_interval(text, segments.width, order, damaged, np.array([3], np.int32))
+
+
 def test_what_it_says_of_itself(build: Build) -> None:
     """Name, version, tokenizer and counts are those it was written with."""
     with build([[1, 2, 3], [], [4]]) as store:
