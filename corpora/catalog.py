@@ -291,11 +291,11 @@ class Catalog:
             return
         with _reporting_sqlite_errors(path), contextlib.closing(_connect_to_read(path)) as connection:
             db = Database(connection, execute_plugins=False)
-            _refuse_unknown_migrations(db, path)
-            if not MIGRATIONS.applied(db):
+            taken = _steps_taken(db, path)
+            if not taken:
                 yield None
                 return
-            if MIGRATIONS.pending(db):
+            if taken < _STEP_NAMES:
                 if self.read_only:
                     raise CatalogError(f"catalog is of an earlier release: {path}; run `draftloom corpus gc` to update it")
                 with self._writing():
@@ -316,8 +316,8 @@ class Catalog:
             db.execute("PRAGMA synchronous = full")
             db.execute("BEGIN IMMEDIATE")
             try:
-                _refuse_unknown_migrations(db, path)
-                MIGRATIONS.apply(db)
+                if _steps_taken(db, path) < _STEP_NAMES:
+                    MIGRATIONS.apply(db)
                 yield db
                 db.commit()
             except BaseException:
@@ -329,10 +329,10 @@ class Catalog:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _find(self, db: Database | None, name: str, tenant: str) -> Corpus:
-        rows = list(db.table("corpora").rows_where("tenant = ?", [tenant])) if db is not None else []
-        row = next((row for row in rows if row["name"] == name), None)
+        mine = list(db.table("corpora").rows_where("tenant = ?", [tenant])) if db is not None else []
+        row = next((row for row in mine if row["name"] == name), None)
         if row is None or db is None:
-            near = difflib.get_close_matches(name, [row["name"] for row in rows], n=1)
+            near = difflib.get_close_matches(name, [row["name"] for row in mine], n=1)
             hint = f"did you mean {near[0]}?" if near else f"build it with `draftloom corpus build {name} PATH`"
             raise CorpusNotFound(f"no such corpus: {name}; {hint}")
         return _corpus(db, row)
@@ -425,10 +425,12 @@ def _reporting_os_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_unknown_migrations(db: Database, path: Path) -> None:
-    known = {step.__name__ for step in _STEPS}
-    if unknown := sorted(step.name for step in MIGRATIONS.applied(db) if step.name not in known):
+def _steps_taken(db: Database, path: Path) -> frozenset[str]:
+    """The names of the schema's steps that this catalog has taken. Raises CatalogTooNew if one is not known here."""
+    taken = frozenset(step.name for step in MIGRATIONS.applied(db))
+    if unknown := sorted(taken - _STEP_NAMES):
         raise CatalogTooNew(f"catalog was written by a later release: {path} ({', '.join(unknown)}); update Draftloom")
+    return taken
 
 
 def m001_corpora_and_versions(db: Database) -> None:
@@ -467,6 +469,7 @@ def m001_corpora_and_versions(db: Database) -> None:
 # The schema, step by step. A step that was released is never changed; the next one is added at the end. Each is recorded in the
 # catalog, in the transaction that takes it.
 _STEPS = (m001_corpora_and_versions,)
+_STEP_NAMES = frozenset(step.__name__ for step in _STEPS)
 
 MIGRATIONS = Migrations("draftloom.corpora")
 for _step in _STEPS:
