@@ -222,7 +222,7 @@ def test_a_call_that_ends_early_frees_everything(way: str, method: str) -> None:
         async with serving(engine) as server:
             channel = grpc.aio.insecure_channel(server.address)
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-            timeout = 0.2 if way == "deadline" else None
+            timeout = 0.6 if way == "deadline" else None
             if method == GENERATE:
                 request = generation_pb2.GenerateRequest(prompt={"text": "abc"}, max_tokens=100_000)
                 call = stub.Generate(request, timeout=timeout)
@@ -273,7 +273,7 @@ def test_the_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixture)
 
 def test_an_unread_stream_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader who stops reading does not hold the worker's memory for ever."""
-    monkeypatch.setattr(services.GenerationService.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(services.GenerationService.__init__, "__defaults__", (0.5,))
 
     async def run() -> None:
         engine = ScriptedEngine()
