@@ -145,7 +145,7 @@ def build(
     with catalog.lock(name):
         catalog.refuse_taken(name, tenant)
         catalog.collect(name)
-        version, sources = new_version_id(), tuple(str(path) for path in paths)
+        version, sources = new_version_id(), tuple(os.path.abspath(path) for path in paths)
         stream = _Stream(paths, tokenizer, options, say)
         documents = stream.documents()
         first = next(documents, None)

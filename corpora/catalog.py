@@ -60,7 +60,7 @@ class Version:
     1. `id` is unique within the corpus and sorts by time: `20261129T203512Z-1a2b3c`. `created` is the same moment in ISO 8601.
     2. `fingerprint` and `vocab_size` are the tokenizer's (engine.text); `model` is the name it was asked for by, for people.
     3. `num_files` files were taken, of which `num_documents` differ; `num_bytes` is their size on disk.
-    4. `sources` are the paths it was built from.
+    4. `sources` are the absolute paths it was built from.
     """
 
     corpus: str

@@ -305,7 +305,7 @@ def _load_tokenizer(model: str | None) -> tuple[str, Any]:
     from engine.text import Tokenizer
 
     name = model or DEFAULT_MODEL
-    return name, Tokenizer.load(tokenizer_folder(name))
+    return name, Tokenizer.load(tokenizer_folder(name, lambda news: _say(_plain(news))))
 
 
 @contextlib.contextmanager

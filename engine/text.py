@@ -83,13 +83,16 @@ class Tokenizer:
             [tokenizers.AddedToken(text, special=True, normalized=False) for text in self._control_strings]
         )
         self._plain.encode_special_tokens = True
-        vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        named = self._plain.get_vocab(with_added_tokens=True)
+        vocabulary = {
+            token: i for token, i in named.items() if token != f"[PAD{i}]"
+        }  # how GGUF files fill up to the logits' width
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        """One more than the highest id. A model's logits may be wider (padding); such ids have no text."""
+        """One more than the highest id of a token. A model's logits may be wider (padding); such ids have no text."""
         self._chat_template = chat_template
         self._template_tokens = dict(template_tokens or {})
-        named = self.token_id(self._template_tokens.get("eos_token", ""))
-        self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *([] if named is None else [named])}))
+        eos = self.token_id(self._template_tokens.get("eos_token", ""))
+        self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *([] if eos is None else [eos])}))
         """Ids that end a text, rising; empty if the model's files name none."""
         self._bytes, self._num_prefix_spaces = _token_table(self._plain, vocabulary, self.vocab_size)
 

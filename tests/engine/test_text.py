@@ -136,6 +136,16 @@ def test_copies_have_one_fingerprint() -> None:
     assert copy.encode(MIXED).tolist() == BYTE_LEVEL.encode(MIXED).tolist()
 
 
+def test_padding_makes_no_other_tokenizer() -> None:
+    """A copy filled up to the width of the logits, as GGUF files are, agrees with one that is not; padding has no text."""
+    definition = json.loads(tiny_tokenizers.byte_level())
+    size = BYTE_LEVEL.vocab_size
+    definition["model"]["vocab"] |= {token["content"]: token["id"] for token in definition["added_tokens"]}
+    definition["model"]["vocab"] |= {f"[PAD{i}]": i for i in range(size, size + 7)}
+    padded = Tokenizer(json.dumps(definition))
+    assert (padded.fingerprint, padded.vocab_size) == (BYTE_LEVEL.fingerprint, size) and padded.decode([size + 3]) == ""
+
+
 def test_another_tokenizer_has_another_fingerprint() -> None:
     """Swapped tokens, a changed control token, a changed way of splitting: each shows."""
 
