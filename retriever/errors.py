@@ -31,9 +31,6 @@ class FormatError(RetrieverError):
         self.path = path
         self.fault = fault
 
-    def __reduce__(self) -> tuple[type[FormatError], tuple[Path, str]]:
-        return type(self), (self.path, self.fault)
-
 
 class BadMagic(FormatError):
     """The file does not begin as a file of this kind does."""

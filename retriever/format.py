@@ -59,7 +59,7 @@ FORMAT_VERSION = 1
 MAGIC = b"\x89LOOM\r\n\x1a"
 HEADER = struct.Struct("<8sI4s4sIQQQQQ")
 SEGMENT_TOKENS = 1 << 26
-"""Tokens of a segment before the next one is begun; building one takes about 20 bytes of memory a token."""
+"""Tokens of a segment before the next one is begun; building one takes about 22 bytes of memory a token."""
 MANIFEST = "manifest.json"
 KINDS: Mapping[str, bytes] = {"tokens": b"toks", "suffixes": b"sufx", "documents": b"docs", "table": b"tabl"}
 """Ending of a segment's file -> the kind its header must have."""

@@ -343,6 +343,18 @@ def upper_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, lo
     return low
 
 
+@kernel
+def token_suffixes(byte_order: Any, width: int, num_tokens: int) -> Int32:
+    """int32 [num_tokens]: of the sorted byte positions, those where a token of `width` bytes begins, counted in tokens. O(n)."""
+    order = np.empty(num_tokens, np.int32)
+    num_found = 0
+    for i in range(len(byte_order)):
+        if byte_order[i] % width == 0:
+            order[num_found] = byte_order[i] // width
+            num_found += 1
+    return order
+
+
 # The table: intervals of the most frequent contexts of one to three tokens, so that most searches begin almost at the end.
 # An open-addressing hash table, uint32 [slots, 3], slots a power of two: (tag, low, count), count 0 for an empty slot. The tag
 # is the upper half of the context's hash; two contexts with one tag (1 in 2^32) would cost a draft, nothing else.
@@ -800,3 +812,4 @@ def warmup() -> None:
     lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4)
     order_faults(text, 1, order, 1, 8)
     all_order_faults(text, 1, order, 255)
+    token_suffixes(order, 1, 3)
