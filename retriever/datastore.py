@@ -229,8 +229,8 @@ class Datastore:
     def check(self, full: bool = False) -> list[Problem]:
         """What is wrong with the files; an empty list if nothing is.
 
-        The order is verified on a sample of its places. `full` reads everything: all checksums, ids, the order, the documents and
-        the table; about four seconds for ten million tokens, without the GIL for most of it. Raises Closed.
+        The order is verified on a sample of its places. `full` reads everything: all checksums, ids, the order, the documents
+        and the table; about four seconds for ten million tokens, most of it without the GIL. Raises Closed.
         """
         return [problem for segment in self._mapped() for problem in self._check_segment(segment, full)]
 

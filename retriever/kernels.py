@@ -345,7 +345,7 @@ def upper_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, lo
 
 @kernel
 def token_suffixes(byte_order: Any, width: int, num_tokens: int) -> Int32:
-    """int32 [num_tokens]: of the sorted byte positions, those where a token of `width` bytes begins, counted in tokens. O(n)."""
+    """int32 [num_tokens]: the sorted byte positions at which a token of `width` bytes begins, counted in tokens. O(n)."""
     order = np.empty(num_tokens, np.int32)
     num_found = 0
     for i in range(len(byte_order)):

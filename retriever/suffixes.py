@@ -41,7 +41,7 @@ def build_suffix_array(tokens: NDArray[np.integer]) -> NDArray[np.int32]:
 
     libdivsufsort sorts bytes. Tokens are first replaced by their rank among those that occur, which keeps the order and mostly
     needs fewer bytes; big-endian, the suffixes that start at a token's first byte sort as the tokens do, and the others are
-    dropped. O(n log n), some 5 to 8 million tokens a second on one core; peak memory about 5 bytes for each byte of packed text.
+    dropped. O(n log n), some 5 to 8 million tokens a second on one core; peak memory about 5 bytes a byte of packed text.
     """
     import pydivsufsort
 
