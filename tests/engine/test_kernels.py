@@ -165,6 +165,22 @@ def test_choice_equals_the_full_sort_where_scores_tie(
     assert choose(scores, params, 3) == oracles.choose(scores, params, 3)
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 37, 499, 1000])
+@pytest.mark.parametrize("top_p", [0.25, 0.75, 0.999, 1.0])
+def test_the_support_ends_where_the_full_sort_ends_it(top_k: int, top_p: float) -> None:
+    """The boundary found by histogram is the last member of the stably sorted support, also amid hundreds of equal scores."""
+    rng = np.random.default_rng(top_k)
+    for coarse in [1.0, 1 / 8]:
+        scores = (np.round(rng.standard_normal(1000) / coarse) * coarse).astype(np.float32)
+        z = scores.astype(np.float64) - float(scores.max())
+        weight = np.empty(1000)
+        kernels.exp_into(z, weight)
+        last_z, last_id = kernels._support(z, weight, top_k, top_p)
+        ids = oracles.support(scores, SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p))
+        kept = (z > last_z) | ((z == last_z) & (np.arange(1000) <= last_id))
+        assert np.flatnonzero(kept).tolist() == sorted(ids.tolist())
+
+
 def test_equal_scores_are_cut_to_the_lowest_ids() -> None:
     """With all scores equal, top_k=2 and top_p=0.25 of eight leave ids 0 and 1, and both are chosen in time."""
     scores = np.zeros(8, np.float32)
