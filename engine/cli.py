@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -36,6 +36,7 @@ except ImportError as missing:  # the base install is the Python client alone
     sys.exit(f"draftloom: a package is not installed: {missing.name}; pip install 'draftloom[engine,worker,index]'")
 
 from engine.errors import ConfigError, EngineError, InvalidRequest
+from engine.models import cache_root
 
 if TYPE_CHECKING:
     from draftloom import Client, Options
@@ -281,6 +282,7 @@ def demo_command(
 
 def main() -> None:
     """Run the command line; errors raised on purpose end it with one line and a status."""
+    keep_kernels_private()
     try:
         app(prog_name="draftloom")
     except KeyboardInterrupt:
@@ -290,6 +292,14 @@ def main() -> None:
         sys.exit(0)
     except Exception as error:
         _end(str(error), _status(error))
+
+
+def keep_kernels_private() -> None:
+    """Have numba keep compiled kernels in a folder where nobody else can write; it reads this when it is first imported."""
+    folder = cache_root().parent / "numba"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
 
 
 def load_settings(file: Path | None, flags: dict[str, Any]) -> Config:
