@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from threading import Event
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import Limits, SamplingParams
 from engine.calibration import Calibration
+from engine.drafters import Drafter, Drafting, DraftRequest, Feedback
+from engine.drafters.panel import Panel, Record
+from engine.loop import Times, decode
 from engine.session import Session, Tally
 from engine.target import SequenceRequest, StepResult
 from engine.target.fake import FakeTarget
@@ -57,6 +61,67 @@ def speculate(
     assert target.num_open == 0
     assert session.tally.num_accepted + session.tally.num_steps == session.num_emitted
     return Decoded(session.tokens[len(request.prompt) :].tolist(), session.finish, logprobs), session.tally
+
+
+def decode_by_loop(
+    target: FakeTarget, request: SequenceRequest, drafters: Sequence[Drafter], *, deadline: float = 60.0
+) -> tuple[Decoded, Tally, tuple[Record, ...]]:
+    """Decode `request` with the engine's own loop and panel, and say what happened to each source."""
+
+    async def run() -> tuple[Decoded, Tally, tuple[Record, ...]]:
+        about = DraftRequest(request.tenant, target.info.model, request.prompt)
+        with Panel(drafters, about, target.info.vocab_size, budget=12, deadline=deadline) as panel:
+            session = Session(request.prompt, panel.labels, Calibration(), 12)
+            logprobs: list[float] = []
+            async with target.open(request) as sequence:
+                async for _, result in decode(session, panel, sequence, Times()):
+                    if result.logprobs is not None:
+                        logprobs.extend(result.logprobs.chosen.tolist())
+            answer = session.tokens[len(request.prompt) :].tolist()
+            return Decoded(answer, session.finish, logprobs), session.tally, panel.records
+
+    found = asyncio.run(run())
+    assert target.num_open == 0
+    return found
+
+
+class Hint:
+    """A drafter around a source; `fails_in` names a method that raises, `gate` is waited for before every draft."""
+
+    def __init__(
+        self, name: str, source: Source, *, blocking: bool = False, fails_in: str = "", gate: Event | None = None
+    ) -> None:
+        self.name = name
+        self.blocking = blocking
+        self.num_closed = 0
+        self._source = source
+        self._fails_in = fails_in
+        self._gate = gate
+
+    def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
+        """This object is its own drafting."""
+        self._may_fail("begin")
+        return [(self.name, self)]
+
+    def propose(self, context: NDArray[np.int32], budget: int) -> Draft:
+        """What the source says."""
+        if self._gate is not None:
+            self._gate.wait()
+        self._may_fail("propose")
+        return self._source(context)
+
+    def accept(self, tokens: Sequence[int], feedback: Feedback) -> None:
+        """Nothing to learn."""
+        self._may_fail("accept")
+
+    def close(self) -> None:
+        """Count."""
+        self.num_closed += 1
+        self._may_fail("close")
+
+    def _may_fail(self, method: str) -> None:
+        if method == self._fails_in:
+            raise RuntimeError(f"{self.name} fails in {method}")
 
 
 def ask(source: Source, context: NDArray[np.int32], vocab_size: int) -> Draft | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,18 @@ from tests.oracles import (
     shapes,
     tree_of,
 )
-from tests.speculation import Source, chain, random_draft, request_of, shuffled, sources_for, speculate, with_lookahead
+from tests.speculation import (
+    Hint,
+    Source,
+    chain,
+    decode_by_loop,
+    random_draft,
+    request_of,
+    shuffled,
+    sources_for,
+    speculate,
+    with_lookahead,
+)
 
 UNLIMITED = Limits(max_tokens=10**6)
 
@@ -323,6 +335,41 @@ def test_output_survives_any_bending_of_the_drafts(name: str) -> None:
         found, _ = speculate(target, request, **bend)
         assert_equal(found, plain, exact)
     assert used.tables, "the calibration of the first run must have learned something"
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_output_is_equal_through_the_engines_loop(name: str) -> None:
+    """Sources inline or on threads, raising in any method, talking nonsense, late, never answering: the same output."""
+    request = REQUESTS[name]
+    target = FakeTarget(24, order=2, sharpness=2.0)
+    exact = decode(target, request)
+    plain, _, _ = decode_by_loop(target, request, [])
+    sources = sources_for(target, PROMPT, exact.tokens)
+    gate = Event()
+
+    def hint(name: str, **options: Any) -> Hint:
+        return Hint(name, sources[name], **options)
+
+    panels: dict[str, tuple[list[Hint], float]] = {
+        "all": ([hint(name) for name in sources], 60.0),
+        "all on threads": ([hint(name, blocking=True) for name in sources], 60.0),
+        "failing": ([hint("perfect", fails_in=method) for method in ("begin", "propose", "accept", "close")], 60.0),
+        "failing on threads": ([hint("perfect", fails_in=method, blocking=True) for method in ("propose", "accept")], 60.0),
+        "always late": ([hint(name) for name in sources], 0.0),
+        "never answering": ([hint("perfect", blocking=True, gate=gate), hint("partial")], 0.002),
+    }
+    for label, (hints, deadline) in panels.items():
+        found, tally, records = decode_by_loop(target, request, hints, deadline=deadline)
+        assert_equal(found, plain, exact)
+        if label == "all":
+            assert tally.num_accepted > 0
+        if label == "always late":
+            assert tally.num_accepted == 0 and all(record.late or record.errors for record in records)
+        if label == "never answering":
+            assert records[0].late and not tally.accepted[0]
+        if "thread" not in label and label != "never answering":
+            assert [hint.num_closed for hint in hints] == [int(label != "failing" or i > 0) for i in range(len(hints))]
+    gate.set()
 
 
 # ---- equal: endings inside accepted runs

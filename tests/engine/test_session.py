@@ -160,3 +160,30 @@ def test_a_worker_may_verify_fewer_nodes() -> None:
     assert (session.tally.num_verified, session.tally.num_accepted) == (1, 1)
     assert session.tally.proposed.tolist() == [1]
     assert session.tally.expected == pytest.approx(0.9)
+
+
+def test_cut_takes_back_what_came_after_the_end_of_the_text() -> None:
+    """Tokens, and what was accepted after the cut, are as if the sequence had ended there; what was verified stays counted."""
+    session = session_of(["a", "b"])
+    tree = session.tree([chain([1, 2, 3]), chain([1, 2])], FREE)
+    session.commit(answer(tree, [1, 2, 3, 4]))
+    step = session.cut(2, "stop")
+    assert (step.tokens.tolist(), step.masks, step.finish) == ([1, 2], (0b11, 0b11), "stop")
+    assert session.tokens.tolist() == [1, 2, 1, 2] and session.num_emitted == 2
+    assert session.finished and session.finish == "stop"
+    assert (session.tally.num_accepted, session.tally.num_verified) == (2, 3)
+    assert session.tally.accepted.tolist() == [2, 2] and session.tally.unique.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_cut_outside_the_last_step_is_refused(keep: int) -> None:
+    """At least one token and at most the step is kept, and there must be a step, once."""
+    session = session_of(["a"])
+    with pytest.raises(RuntimeError, match="nothing to cut"):
+        session.cut(1, "stop")
+    session.commit(answer(session.tree([chain([1])], FREE), [1, 2]))
+    with pytest.raises(RuntimeError, match="nothing to cut"):
+        session.cut(keep, "stop")
+    session.cut(2, "stop")
+    with pytest.raises(RuntimeError, match="nothing to cut"):
+        session.cut(1, "stop")
