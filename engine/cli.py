@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from draftloom import Client, Options
     from engine.config import Config
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE = 1, 2
 OWN_PACKAGES = ("corpora", "draftloom", "engine", "retriever")
 
 
@@ -64,13 +64,11 @@ def corpus_command() -> Any:
         if not error.name or error.name.partition(".")[0] in OWN_PACKAGES:
             raise
         package = error.name
-        stand_in = typer.Typer(help="Index code and documents to draft from (needs the index extra).")
+        stand_in = typer.Typer(add_completion=False)
 
-        @stand_in.callback(
-            invoke_without_command=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-        )
-        def refuse(context: typer.Context) -> None:
-            context.args.clear()
+        @stand_in.command("corpus", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+        def refuse() -> None:
+            """Index code and documents to draft from (needs the index extra)."""
             raise ConfigError(f"a package is not installed: {package}; pip install 'draftloom[index]'")
 
         return typer.main.get_command(stand_in)
@@ -285,11 +283,6 @@ def main() -> None:
     keep_kernels_private()
     try:
         app(prog_name="draftloom")
-    except KeyboardInterrupt:
-        _end("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
         _end(str(error), _status(error))
 

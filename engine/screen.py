@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.table import Table
@@ -57,10 +59,9 @@ class Painter:
     def add(self, text: str, token_ids: Sequence[int], sources: Sequence[Names]) -> None:
         """Print `text`, which came with these tokens."""
         self._ahead.extend((self._num_bytes(token), style(names)) for token, names in zip(token_ids, sources, strict=True))
-        painted = Text()
-        for character in text:
-            painted.append(character, self._take(len(character.encode())))
-        self._console.print(painted, end="", soft_wrap=True, highlight=False)
+        styled = ((character, self._take(len(character.encode()))) for character in text)
+        runs = [("".join(c for c, _ in run), look) for look, run in groupby(styled, key=itemgetter(1))]
+        self._console.print(Text.assemble(*runs), end="", soft_wrap=True, highlight=False)
 
     def _take(self, size: int) -> str:
         """The style of the token that the next `size` bytes begin in."""

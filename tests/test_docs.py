@@ -76,7 +76,7 @@ def test_pages_show_commands() -> None:
     assert len(list(command_lines())) > 30
 
 
-@pytest.mark.parametrize(("page", "words"), command_lines(), ids=lambda value: value if isinstance(value, str) else value[0])
+@pytest.mark.parametrize(("page", "words"), list(command_lines()), ids=str)
 def test_a_command_in_a_page_is_one_that_exists(page: str, words: list[str]) -> None:
     """Every command line names a command, flags that it has, with a value where they take one, and all of its arguments."""
     command, rest = find(words)
