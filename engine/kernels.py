@@ -204,11 +204,16 @@ def outcomes(tokens: Any, parents: Any, emitted: Any, out: Any) -> int:
 
 @_jit
 def bucket(prob: float, length: int, count: int) -> int:
-    """The calibration bucket (0 to 719) of a node: 10 of probability, 9 of match length, 8 of count.
+    """The calibration bucket (0 to 1007) of a node: 14 of probability, 9 of match length, 8 of count.
 
-    Probabilities in tenths; lengths 0, 1, 2, 3, 4, 5-7, 8-11, 12-15, 16 and more; counts 0, 1, 2, 3-4, 5-8, 9-16, 17-64, more.
+    Probabilities in tenths, the first parted at .001, .003, .01 and .03, since all members of a bucket come to share one rate
+    and many unlikely siblings must not add up to a likely one; lengths 0, 1, 2, 3, 4, 5-7, 8-11, 12-15, 16 and more; counts
+    0, 1, 2, 3-4, 5-8, 9-16, 17-64, more.
     """
     tenth = min(int(prob * 10.0), 9)
+    by_prob = tenth + 4
+    if tenth == 0:
+        by_prob = int(prob >= 0.001) + int(prob >= 0.003) + int(prob >= 0.01) + int(prob >= 0.03)
     if length <= 4:
         by_length = max(length, 0)
     elif length < 8:
@@ -227,10 +232,10 @@ def bucket(prob: float, length: int, count: int) -> int:
         by_count = 5
     else:
         by_count = 6 if count <= 64 else 7
-    return (tenth * 9 + by_length) * 8 + by_count
+    return (by_prob * 9 + by_length) * 8 + by_count
 
 
-NUM_BUCKETS = 720
+NUM_BUCKETS = 1008
 
 
 @_jit

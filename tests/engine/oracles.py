@@ -129,16 +129,18 @@ def outcomes(draft: Draft, emitted: Sequence[int]) -> tuple[list[int], int]:
     return out, reached
 
 
+_PROBS = [0.001, 0.003, 0.01, 0.03]
 _LENGTHS = [0, 1, 2, 3, 4, 7, 11, 15]
 _COUNTS = [0, 1, 2, 4, 8, 16, 64]
 
 
 def bucket(prob: float, length: int, count: int) -> int:
-    """The number of a bucket: tenths, then the first class whose upper end is not passed."""
+    """The number of a bucket: tenths (the first in five parts), then the first class whose upper end is not passed."""
     tenth = min(math.floor(prob * 10), 9)
+    by_prob = tenth + 4 if tenth else sum(prob >= edge for edge in _PROBS)
     by_length = sum(length > end for end in _LENGTHS)
     by_count = sum(count > end for end in _COUNTS)
-    return tenth * 72 + by_length * 8 + by_count
+    return by_prob * 72 + by_length * 8 + by_count
 
 
 class Counts:

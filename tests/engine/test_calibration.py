@@ -65,6 +65,18 @@ def test_an_honest_source_keeps_its_estimates() -> None:
     )
 
 
+def test_unlikely_nodes_stay_apart() -> None:
+    """What a source says of nodes at .05 leaves nodes at .001 unlikely: thirty such siblings still promise little together."""
+    rng = np.random.default_rng(5)
+    calibration = Calibration()
+    for _ in range(3000):
+        raw = float(10 ** rng.uniform(-3, -1))
+        outcome = 1 if rng.random() < raw else 2
+        calibration.observe("corpus", Draft.of([1], [-1], [raw], [1], [3]), np.array([outcome], np.int32))
+    siblings = Draft.of(range(30), [-1] * 30, [0.001] * 30, [1] * 30, [3] * 30)
+    assert calibration.apply("corpus", siblings).probs.sum() < 0.15
+
+
 def test_calibration_follows_a_source_that_changes() -> None:
     """Counts fade: a source that turns from always right to always wrong is believed less within the memory of its bucket."""
     calibration = Calibration()
