@@ -13,7 +13,9 @@ The theory is in `engine/acceptance.py`; the reading page is docs/lossless.md.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -689,3 +691,14 @@ def test_a_mutation_of_sample_and_match_is_caught(name: str, monkeypatch: pytest
     """With one thing wrong, some case differs from the definition or breaks the worker's contract."""
     getattr(Mutant(monkeypatch), name)()
     assert not battery()
+
+
+# ---- the page
+
+
+def test_the_example_of_the_page_runs() -> None:
+    """The Python of docs/lossless.md does what it claims."""
+    page = (Path(__file__).parent.parent / "docs" / "lossless.md").read_text()
+    code = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    exec(compile(code.group(1), "docs/lossless.md", "exec"), {"__name__": "example"})
