@@ -3,13 +3,13 @@
     python benchmarks/complete.py --pair pydantic --pair django-docs --model qwen2.5-coder-1.5b --n 24
     python benchmarks/complete.py --pair FOLDER,COMPLETIONS.jsonl --nodes auto,4,8,16
 
-A pair is a folder to index and a file of completions, one JSON object a line with `prefix`, `added` and `id`. The names pydantic,
-django-docs and django make theirs with release_pairs.py from the evaluation data (DRAFTLOOM_DATA, or ../shared/data beside the
-repository). Prompts are raw prefixes; every prompt runs once in every mode, the order turning from prompt to prompt. tokens/s
-counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it.
+A pair is a folder to index and a file of completions, one JSON object a line with `prefix`, `added` and `id`. The names
+pydantic, django-docs and django make theirs with release_pairs.py from the evaluation data (DRAFTLOOM_DATA, or ../shared/data
+beside the repository). Prompts are raw prefixes; every prompt runs once in every mode, the order turning from prompt to prompt.
+tokens/s counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it.
 
-`--nodes` lists the most candidates of a tree: a number fixes it, whatever the cost curve says; `auto` is what a server does. The first
-one listed is the main figure. Prints a table for each pair; the last line is JSON.
+`--nodes` lists the most candidates of a tree: a number fixes it, whatever the cost curve says; `auto` is what a server does.
+The first one listed is the main figure. Prints a table for each pair; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def make_pair(name: str) -> tuple[str, Path, Path]:
 
 
 def prompts(path: Path, num: int, cut: str, tokenizer: Tokenizer, most: int) -> list[str]:
-    """`num` prefixes, chosen by hash of their id; `cut` "word" goes on to the middle of the first word of three letters or more."""
+    """`num` prefixes, chosen by hash of their id; with `cut` "word" each ends in the middle of the next word."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     records = [record for record in records if len(record["prefix"]) >= 200]
     records.sort(key=lambda record: hashlib.sha256(record["id"].encode()).hexdigest())
@@ -183,9 +183,7 @@ async def compare(name: str, args: argparse.Namespace, target: object, tokenizer
 def make_engine(nodes: str, args: argparse.Namespace, target: object, tokenizer: Tokenizer, store: Path) -> Engine:
     """An engine of its own for every mode, so that none learns from another; the target is shared."""
     speculation = SpeculationSettings(max_nodes=int(nodes)) if nodes.isdigit() else SpeculationSettings()
-    config = Config(
-        model=ModelSettings(name=args.model), speculation=speculation, corpora=CorporaSettings(store=store)
-    )
+    config = Config(model=ModelSettings(name=args.model), speculation=speculation, corpora=CorporaSettings(store=store))
     return Engine(config, target, tokenizer)
 
 
@@ -245,13 +243,13 @@ async def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", action="append", help=f"one of {', '.join(PAIRS)}, or FOLDER,COMPLETIONS.jsonl; may be repeated")
+    parser.add_argument("--pair", action="append", help=f"{', '.join(PAIRS)}, or FOLDER,COMPLETIONS.jsonl; may be repeated")
     parser.add_argument("--model", default="smollm2-135m", help="a model name, folder or file (default: %(default)s)")
     parser.add_argument("--dtype", default="int8", help="int8, float32 or bfloat16 (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--n", type=int, default=24, help="prompts of a pair (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of a completion (default: %(default)s)")
-    parser.add_argument("--nodes", default="auto", help="comma-separated: auto, or a fixed number of candidates (default: %(default)s)")
+    parser.add_argument("--nodes", default="auto", help="comma-separated: auto, or a fixed number (default: %(default)s)")
     parser.add_argument("--cut", choices=("line", "word"), default="line", help="where the prefix ends (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads of a pass (default: one per core)")
     prepare_process()

@@ -89,7 +89,9 @@ class Corpora:
         if key not in self._open:
             try:
                 store = Datastore.open(
-                    self._catalog.version_path(*key), self._info.fingerprint, max(self._info.vocab_size, corpus.active.vocab_size)
+                    self._catalog.version_path(*key),
+                    self._info.fingerprint,
+                    max(self._info.vocab_size, corpus.active.vocab_size),
                 )
             except (RetrieverError, OSError) as error:
                 raise CorpusUnusable(f"corpus {name} cannot be used: {error}") from error
@@ -143,8 +145,8 @@ class Engine:
     def __init__(self, config: Config, target: Target, tokenizer: Tokenizer) -> None:
         if tokenizer.fingerprint != target.info.fingerprint:
             raise ConfigError(
-                f"the worker's tokenizer is not that of {config.model.name}: {target.info.fingerprint} and {tokenizer.fingerprint}; "
-                "name the model that the worker runs"
+                f"the worker's tokenizer is not that of {config.model.name}: {target.info.fingerprint} and "
+                f"{tokenizer.fingerprint}; name the model that the worker runs"
             )
         self.tokenizer = tokenizer
         self._config = config
@@ -223,7 +225,8 @@ class Engine:
         unknown = [name for name in names if name not in self._drafters]
         if unknown:
             raise InvalidRequest(
-                f"no such source here: {unknown[0]}; this server runs {', '.join(self.sources) or 'none'}", "speculation.sources"
+                f"no such source here: {unknown[0]}; this server runs {', '.join(self.sources) or 'none'}",
+                "speculation.sources",
             )
         max_nodes = settings.max_nodes if options.max_nodes is None else min(options.max_nodes, settings.max_nodes)
         if not (settings.enabled and options.enabled and max_nodes):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step committed: `tokens` int32 [n] and, for each, the bits of the sources that had drafted it (0: the bonus token)."""
+    """What one step committed: `tokens` int32 [n] and for each the bits of the sources that had drafted it (0: the bonus token)."""
 
     tokens: NDArray[np.int32]
     masks: tuple[int, ...]
@@ -70,7 +70,9 @@ class Session:
         self.labels = tuple(labels)
         self.finish = ""
         self.tally = Tally(
-            proposed=np.zeros(len(labels), np.int64), accepted=np.zeros(len(labels), np.int64), unique=np.zeros(len(labels), np.int64)
+            proposed=np.zeros(len(labels), np.int64),
+            accepted=np.zeros(len(labels), np.int64),
+            unique=np.zeros(len(labels), np.int64),
         )
         self._kinds = tuple(label.partition(":")[0] for label in labels)
         self._calibration = calibration
@@ -137,7 +139,7 @@ class Session:
         return self._step
 
     def cut(self, keep: int, finish: str) -> Step:
-        """The sequence ends inside the last step, after its first `keep` tokens (at least 1): take back the others and their counts."""
+        """The sequence ends inside the last step, after its first `keep` >= 1 tokens: take back the others and their counts."""
         step = self._step
         if step is None or not 1 <= keep <= len(step.tokens):
             raise RuntimeError("nothing to cut: keep at least one token of the step just committed")

@@ -1,7 +1,7 @@
 """All sources of one request, asked together, each kept from harming the others.
 
-A source that raises, answers with something that is no draft, or is late is dropped for the step and counted; after a few misses in
-a row it is left alone for a while. Whatever happens here, the target's text is the same; only speed changes.
+A source that raises, answers with something that is no draft, or is late is dropped for the step and counted; after a few
+misses in a row it is left alone for a while. Whatever happens here, the target's text is the same; only speed changes.
 
 Quick sources run on the caller's thread, one after the other. A blocking one has a thread of its own: while it is busy it is
 skipped, and the tokens it should accept wait in its queue.
@@ -32,7 +32,7 @@ _REST = 16
 
 @dataclass
 class Record:
-    """What happened to one source: steps on which it raised or answered nonsense, steps on which it was late, seconds it took."""
+    """What happened to one source: steps on which it raised or talked nonsense, steps on which it was late, seconds it took."""
 
     errors: int = 0
     late: int = 0

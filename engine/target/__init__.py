@@ -75,7 +75,8 @@ class Logprobs:
 class StepResult:
     """What one verification gave.
 
-    1. `path` int32 [a]: the accepted nodes, from the root's child down; `tokens` int32 [a + 1]: their tokens and the bonus token.
+    1. `path` int32 [a]: the accepted nodes, from the root's child down; `tokens` int32 [a + 1]: their tokens and the bonus
+    token.
     2. `finish` is "" while the sequence may go on, else "stop" or "length" (see `engine.acceptance`).
     3. `verified` int32 [m]: the nodes that had a row in the pass (the worker may cut), the root among them.
     4. `curve` is the worker's newest cost curve, None when it has not changed.

@@ -1,8 +1,9 @@
 """Tree attention for any transformers model that follows its attention interface.
 
-Registered under the key `draftloom_tree`; a model loaded with that implementation prepares no mask and calls `tree_attention` with
-all rows of a pass, of all sequences, side by side in one batch entry. Which rows are whose, and what each may see, is in the `Pass`
-that the worker sets around its call of the model: a row sees the committed prefix of its sequence and its own ancestors.
+Registered under the key `draftloom_tree`; a model loaded with that implementation prepares no mask and calls `tree_attention`
+with all rows of a pass, of all sequences, side by side in one batch entry. Which rows are whose, and what each may see, is in
+the `Pass` that the worker sets around its call of the model: a row sees the committed prefix of its sequence and its own
+ancestors.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ class Pass:
         self.items = np.array(items[::-1], np.int32)  # the long rows of a chunk first, so that threads end together
         offsets = np.cumsum([0, *(len(part.table.blocks) for part in parts)])
         self.tables = np.concatenate([part.table.blocks for part in parts]).astype(np.int32)
-        self.sequences = np.array(
-            [(self.firsts[i], part.table.length, offsets[i]) for i, part in enumerate(parts)], np.int32
-        )
+        self.sequences = np.array([(self.firsts[i], part.table.length, offsets[i]) for i, part in enumerate(parts)], np.int32)
 
     def store(self, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         """Put the rows' own keys and values ([kv heads, rows, head dim]) behind each sequence's prefix."""
@@ -104,7 +103,15 @@ def running(rows: Pass) -> Iterator[None]:
         _current.reset(token)
 
 
-_SUPPORTED = {"sliding_window", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions", "cache"}
+_SUPPORTED = {
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "output_hidden_states",
+    "output_attentions",
+    "cache",
+}
 
 
 def tree_attention(

@@ -1,7 +1,7 @@
 """Many sequences, one pass: who is packed with whom, how far their trees are cut, and what a pass costs.
 
-The forward pass runs on the event loop's own thread, on purpose: a second busy Python thread beside it is ruinous (DESIGN 7). Between
-passes the loop serves everybody: answers leave, new trees and cancellations come in.
+The forward pass runs on the event loop's own thread, on purpose: a second busy Python thread beside it is ruinous (DESIGN 7).
+Between passes the loop serves everybody: answers leave, new trees and cancellations come in.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def cut_together(trees: Sequence[CandidateTree], curve: CostCurve, max_rows: int
 
 @dataclass(eq=False)
 class Work(Generic[Owner, Answer]):
-    """One sequence's wish for the next pass: a tree to verify, or a chunk of its prompt to read (a chain; no answer but None)."""
+    """One sequence's wish for the next pass: a tree to verify, or a chunk of its prompt to read (a chain; answered by None)."""
 
     owner: Owner
     tree: CandidateTree | None
@@ -96,8 +96,8 @@ class Work(Generic[Owner, Answer]):
 class Batcher(Generic[Owner, Answer]):
     """Collects wishes and runs passes, one after the other.
 
-    `run(works)` performs one pass and returns an answer for each; a tree's answer may be an exception, which goes to its owner alone.
-    At most one chunk joins a pass, so that reading a long prompt does not stall the others' streams.
+    `run(works)` performs one pass and returns an answer for each; a tree's answer may be an exception, which goes to its owner
+    alone. At most one chunk joins a pass, so that reading a long prompt does not stall the others' streams.
     """
 
     _GATHER = 0.0005

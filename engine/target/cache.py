@@ -1,7 +1,7 @@
 """Where keys and values live: blocks of 64 positions, one pool for all sequences of a worker.
 
-Keys are stored transposed (positions innermost), so that a query meets 64 keys at a time. Memory is reserved at start and touched only
-when used. Copies nothing between sequences.
+Keys are stored transposed (positions innermost), so that a query meets 64 keys at a time. Memory is reserved at start and
+touched only when used. Copies nothing between sequences.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class KVTable:
         """Make room for `num_rows` beyond the committed positions. Raises Exhausted, changing nothing, when there is none."""
         missing = -(-(self.length + num_rows) // BLOCK) - len(self.blocks)
         if missing > self._storage.num_free:
-            raise Exhausted(f"KV memory is full: {missing} more blocks of {BLOCK} positions needed, {self._storage.num_free} free")
+            raise Exhausted(
+                f"KV memory is full: {missing} more blocks of {BLOCK} positions needed, {self._storage.num_free} free"
+            )
         if missing > 0:
             taken = [self._storage._free.pop() for _ in range(missing)]
             self.blocks = np.concatenate([self.blocks, np.array(taken, np.int32)])

@@ -26,9 +26,7 @@ END_OF_ANSWER = frozenset(
 )  # fmt: skip
 """Control tokens after which nothing sensible follows. A GGUF file names one; raw text and chat end on different ones."""
 
-GPT4_CUT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+GPT4_CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How GPT-4 and its descendants cut text; `%s` says how many digits stay together."""
 
 CONTROL, USER_DEFINED = 3, 4

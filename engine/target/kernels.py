@@ -2,7 +2,8 @@
 
 They make a row's result independent of its neighbours by construction. Every sum has one order, fixed by the row's own logical
 sequence and not by packing, chunking, block boundaries or threads: over features by index modulo 16, over keys by position. All
-else is elementwise and built from +, -, x, /, sqrt and comparison, without fast-math, so vector bodies and tails agree in every bit.
+else is elementwise and built from +, -, x, /, sqrt and comparison, without fast-math, so vector bodies and tails agree in every
+bit.
 
 Arrays are float32 unless said otherwise. Twins: `tests/engine/oracles_target.py`.
 """
@@ -204,7 +205,7 @@ def _scores(query: Any, keys: Any, table: Any, kv: int, begin: int, end: int, gr
 
 @_jit
 def _softmax(raw: Any, length: int, ancestors: Any, low: int, scale: Any, weight: Any) -> Any:
-    """weight [length + depth] = e^(score - max) of the logical sequence prefix + ancestors, 0 before `low`; returns their sum."""
+    """weight [length + depth] = e^(score - max) of the logical sequence prefix + ancestors, 0 before `low`; returns the sum."""
     visible = length + len(ancestors)
     for s in range(length):
         weight[s] = raw[s] * scale
@@ -244,15 +245,27 @@ def _mix_prefix(weight: Any, values: Any, table: Any, kv: int, length: int, mixe
 
 @_jit
 def attend(
-    query: Any, keys: Any, values: Any, table: Any, length: int, begin: int, end: int, offset: int, starts: Any, ancestors: Any,
-    kv: int, window: int, scale: Any, out: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    length: int,
+    begin: int,
+    end: int,
+    offset: int,
+    starts: Any,
+    ancestors: Any,
+    kv: int,
+    window: int,
+    scale: Any,
+    out: Any,
 ) -> None:
     """Attention of the rows [begin, end) of one sequence's tree, for one kv head, over the prefix and their own ancestors.
 
-    query [heads, n, head dim]; out [n, heads, head dim]. The keys of the prefix are in slots [0, length) of the sequence, those of
-    the tree's row i in slot length + i; row i of the tree is row offset + i of the pass. It sees the prefix and the tree rows
-    ancestors[starts[offset + i]:starts[offset + i + 1]] (int32, in order of depth, itself last); with `window` > 0 only the last
-    `window` positions of these.
+    query [heads, n, head dim]; out [n, heads, head dim]. The keys of the prefix are in slots [0, length) of the sequence, those
+    of the tree's row i in slot length + i; row i of the tree is row offset + i of the pass. It sees the prefix and the tree
+    rows ancestors[starts[offset + i]:starts[offset + i + 1]] (int32, in order of depth, itself last); with `window` > 0 only
+    the last `window` positions of these.
 
     Scores are summed over the head dimension in order, softmax by position modulo 16, values in order of position: the logical
     sequence prefix + ancestors is all that counts, not where the slots are. O(rows x slots x group x head dim).
@@ -291,13 +304,23 @@ def attend(
 
 @_jit
 def attend_item(
-    item: int, items: Any, query: Any, keys: Any, values: Any, tables: Any, sequences: Any, starts: Any, ancestors: Any, window: int,
-    scale: Any, out: Any,
+    item: int,
+    items: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    sequences: Any,
+    starts: Any,
+    ancestors: Any,
+    window: int,
+    scale: Any,
+    out: Any,
 ) -> None:
     """One piece of a pass's attention, for one thread.
 
-    items int32 [num, 4]: sequence, kv head, first and last + 1 row of its tree. sequences int32 [b, 3]: first row in the pass, length
-    of the prefix, where its block table begins in `tables` (int32).
+    items int32 [num, 4]: sequence, kv head, first and last + 1 row of its tree. sequences int32 [b, 3]: first row in the pass,
+    length of the prefix, where its block table begins in `tables` (int32).
     """
     which, kv, begin, end = items[item]
     offset, length, at = sequences[which]

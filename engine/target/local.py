@@ -5,10 +5,10 @@ For tests, scripts and benchmarks where no other Python runs during a pass; `dra
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,9 @@ from engine.tree import CandidateTree, CostCurve
 
 _CHUNK = 256
 """Prompt tokens read in one pass."""
+
+_CURVE_EVERY = 16
+"""Passes between two messages about the cost curve."""
 
 _MEASURE_CONTEXT = 256
 """Tokens of context at which the first cost curve is measured."""
@@ -102,7 +105,9 @@ class LocalTarget:
         check_request(request, self.info)
         most = min(len(request.prompt) + request.limits.max_tokens, self.info.context_length) + self.info.max_rows
         if not self.storage.fits(most):
-            raise Exhausted(f"prompt and answer of up to {most} positions exceed the worker's KV memory: raise kv_memory or ask for less")
+            raise Exhausted(
+                f"prompt and answer of up to {most} positions exceed the worker's KV memory: raise kv_memory or ask for less"
+            )
         sequence = LocalSequence(self, request)
         try:
             prompt = request.prompt[:-1]
@@ -125,48 +130,54 @@ class LocalTarget:
         assert result is not None
         return result
 
-    def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | None | Exception]:
+    def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | Exception | None]:
         """One pass. A sequence that finds no KV memory gets the error alone; the others go on."""
         start = time.perf_counter()
         chunk_rows = sum(len(work.chunk) for work in works if work.chunk is not None)
-        trees = cut_together(
-            [work.tree for work in works if work.tree is not None], self.curve, self.info.max_rows + chunk_rows, chunk_rows
+        cut = iter(
+            cut_together(
+                [work.tree for work in works if work.tree is not None],
+                self.curve,
+                self.info.max_rows + chunk_rows,
+                chunk_rows,
+            )
         )
-        answers: list[StepResult | None | Exception] = [None] * len(works)
-        packed: list[tuple[int, NDArray[np.int32], NDArray[np.int32], CandidateTree | None]] = []
+        answers: list[StepResult | Exception | None] = [None] * len(works)
+        packed: list[_Packed] = []
         for i, work in enumerate(works):
-            tree = None if work.tree is None else trees.pop(0)
-            tokens = work.chunk if tree is None else tree.tokens
-            parents = np.arange(-1, len(tokens) - 1, dtype=np.int32) if tree is None else tree.parents
+            rows = _Packed.of_chunk(i, work.chunk) if work.chunk is not None else _Packed.of_tree(i, next(cut))
             try:
-                work.owner.table.reserve(len(tokens))
+                work.owner.table.reserve(len(rows.tokens))
             except Exhausted as error:
                 answers[i] = error
-                continue
-            packed.append((i, tokens, parents, tree))
+            else:
+                packed.append(rows)
         if not packed:
             return answers
-        rows = Pass(self.storage, [Part(works[i].owner.table, parents) for i, _, parents, _ in packed])
-        wanted = np.concatenate(
-            [rows.firsts[at] + np.arange(len(tree), dtype=np.int32) for at, (_, _, _, tree) in enumerate(packed) if tree is not None]
-            or [np.zeros(0, np.int32)]
+        everything = Pass(self.storage, [Part(works[rows.index].owner.table, rows.parents) for rows in packed])
+        verified = np.concatenate(
+            [
+                everything.firsts[at] + np.arange(len(rows.tokens), dtype=np.int32)
+                for at, rows in enumerate(packed)
+                if rows.tree is not None
+            ]
+            or [np.zeros(1, np.int32)]  # nobody asks for a chunk's logits, but the model computes at least one row
         )
-        all_tokens = np.concatenate([tokens for _, tokens, _, _ in packed])
-        # a chunk alone needs no logits; one row keeps the head's shape ordinary
-        logits = self._model.forward(all_tokens, rows, wanted if len(wanted) else np.zeros(1, np.int32))
+        all_tokens = np.concatenate([rows.tokens for rows in packed])
+        logits = self._model.forward(all_tokens, everything, verified)
         seconds = time.perf_counter() - start
         if not chunk_rows:
             self.meter.observe(len(all_tokens), seconds)
         self._num_passes += 1
-        curve = self.curve if self._num_passes % 16 == 0 else None
+        curve = self.curve if self._num_passes % _CURVE_EVERY == 0 else None
         first = 0
-        for i, tokens, _, tree in packed:
-            owner = works[i].owner
-            if tree is None:
-                owner.table.keep(np.arange(len(tokens), dtype=np.int32))
-                continue
-            answers[i] = owner.finish_step(tree, logits[first : first + len(tree)], curve, seconds)
-            first += len(tree)
+        for rows in packed:
+            owner = works[rows.index].owner
+            if rows.tree is None:
+                owner.table.keep(np.arange(len(rows.tokens), dtype=np.int32))
+            else:
+                answers[rows.index] = owner.finish_step(rows.tree, logits[first : first + len(rows.tree)], curve, seconds)
+                first += len(rows.tree)
         return answers
 
     def _measure(self) -> None:
@@ -184,6 +195,24 @@ class LocalTarget:
         table.reserve(num_rows)
         rows = Pass(self.storage, [Part(table, np.arange(-1, num_rows - 1, dtype=np.int32))])
         self._model.forward(np.zeros(num_rows, np.int32), rows, np.arange(num_rows, dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The rows of wish `index` in a pass: a cut tree, or a chunk of a prompt (a chain; `tree` is None)."""
+
+    index: int
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    tree: CandidateTree | None
+
+    @staticmethod
+    def of_tree(index: int, tree: CandidateTree) -> _Packed:
+        return _Packed(index, tree.tokens, tree.parents, tree)
+
+    @staticmethod
+    def of_chunk(index: int, chunk: NDArray[np.int32]) -> _Packed:
+        return _Packed(index, chunk, np.arange(-1, len(chunk) - 1, dtype=np.int32), None)
 
 
 class LocalSequence:
@@ -212,7 +241,12 @@ class LocalSequence:
         self, tree: CandidateTree, logits: NDArray[np.float32], curve: CostCurve | None, seconds: float
     ) -> StepResult:
         """Walk the verified tree (logits float32 [len(tree), vocab]), commit the accepted rows and answer."""
-        taken = walk(tree, lambda node, emitted: self._sampler.choose(logits[node], emitted), self._sampler.limits, self._sampler.num_emitted)
+        taken = walk(
+            tree,
+            lambda node, emitted: self._sampler.choose(logits[node], emitted),
+            self._sampler.limits,
+            self._sampler.num_emitted,
+        )
         nodes = np.concatenate(([0], taken.path)).astype(np.int32)
         logprobs = self._sampler.logprobs(logits[nodes], taken.tokens)
         self._sampler.commit(taken.tokens)

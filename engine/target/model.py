@@ -1,8 +1,8 @@
 """A causal model of transformers, made ready to answer packed rows on the CPU: float32, bfloat16 or int8.
 
-The model's own code runs; attention is `attention.tree_attention`, and for int8 the modules around it are exchanged one for one by
-those of `quantize`. What is not recognized is left as it is and named in `reasons`: then the promise of equality is "except at
-near-ties" instead of "bit for bit".
+The model's own code runs; attention is `attention.tree_attention`, and for int8 the modules around it are exchanged one for one
+by those of `quantize`. What is not recognized is left as it is and named in `reasons`: then the promise of equality is "except
+at near-ties" instead of "bit for bit".
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _positions(rows: Pass) -> NDArray[np.int64]:
     """int64 [n]: prefix length + depth for every row."""
     depths = np.diff(rows.starts) - 1
     lengths = np.repeat(rows.sequences[:, 1], np.diff(rows.firsts))
-    return (lengths + depths).astype(np.int64)
+    positions: NDArray[np.int64] = (lengths + depths).astype(np.int64)
+    return positions
 
 
 def load(folder: Path, dtype: str) -> Model:
@@ -134,7 +135,7 @@ def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype
     reasons: list[str] = []
     embedding = network.get_input_embeddings()
     head = network.get_output_embeddings()
-    if head is None:
+    if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(network).__name__} has no output head: it is not a language model")
     network.set_output_embeddings(quantize.Int8Linear(quantize.Int8Matrix([head.weight], [head.bias])))
     if type(embedding) is nn.Embedding:
@@ -143,28 +144,33 @@ def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype
         if _is_gated_mlp(module):
             _replace(network, name, quantize.Int8GatedMLP(module.gate_proj, module.up_proj, module.down_proj))
         elif _is_rms_norm(module):
-            _replace(network, name, quantize.StrictRMSNorm(module.weight, module.variance_epsilon))
+            _replace(network, name, quantize.StrictRMSNorm(module.weight, float(module.variance_epsilon)))
         elif name.rpartition(".")[2] == "rotary_emb":
             if getattr(module, "rope_type", "default") in ("default", "linear", "llama3", "yarn"):
                 _replace(network, name, quantize.RotaryTable(module, context_length))
             else:
                 reasons.append(f"{name} depends on the length of the sequence")
-    for name, module in list(network.named_modules()):
-        group = [getattr(module, part, None) for part in ("q_proj", "k_proj", "v_proj")]
-        if all(type(layer) is nn.Linear for layer in group):
+    for _, module in list(network.named_modules()):
+        group = [layer for part in _QKV if type(layer := getattr(module, part, None)) is nn.Linear]
+        if len(group) == len(_QKV):
             matrix = quantize.Int8Matrix([layer.weight for layer in group], [layer.bias for layer in group])
             shared = quantize.Int8Shared(matrix)
-            for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+            for i, part in enumerate(_QKV):
                 setattr(module, part, quantize.Int8Linear(matrix, i, shared))
-        del group
     for name, module in list(network.named_modules()):
         if type(module) is nn.Linear:
             _replace(network, name, quantize.Int8Linear(quantize.Int8Matrix([module.weight], [module.bias])))
     for name, module in network.named_modules():
-        if not any(True for _ in module.children()) and not isinstance(module, _STRICT) and any(True for _ in module.parameters()):
+        if (
+            not any(True for _ in module.children())
+            and not isinstance(module, _STRICT)
+            and any(True for _ in module.parameters())
+        ):
             reasons.append(f"{name} ({type(module).__name__}) is not computed in a fixed order")
     return reasons
 
+
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 _STRICT = (quantize.Int8Linear, quantize.Int8GatedMLP, quantize.StrictRMSNorm, quantize.RotaryTable, quantize.StoredEmbedding)
 
@@ -179,12 +185,12 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 def _is_rms_norm(module: nn.Module) -> bool:
     """Computes what `StrictRMSNorm` does, as a probe shows; norms of other formulas (1 + weight, say) do not."""
-    weight = getattr(module, "weight", None)
-    if not hasattr(module, "variance_epsilon") or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(eps, float) or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return False
     probe = torch.linspace(-2.0, 3.0, weight.shape[0])[None]
     out = np.empty((1, weight.shape[0]), np.float32)
-    kernels.rms_norm(probe.numpy(), weight.detach().float().numpy(), np.float32(module.variance_epsilon), out)
+    kernels.rms_norm(probe.numpy(), weight.detach().float().numpy(), np.float32(eps), out)
     with torch.inference_mode():
         return bool(np.allclose(module(probe).float().numpy(), out, rtol=1e-4, atol=1e-5))
 

@@ -1,10 +1,10 @@
 """int8 on the CPU: weights per output channel, activations scaled per row, every row's result its own.
 
-`torch.ops.quantized.linear_dynamic` multiplies at memory bandwidth but quantizes activations per tensor, so a row would depend on
-its neighbours. So every row is first divided by its own largest value, and two pinned columns holding +1 and -1 (against zero
-weights) fix the range the operator sees. The products are integers, summed exactly in 32 bits; what follows is elementwise. A row's
-result is then the same bits whatever else is in the batch, on any number of threads. `check_exact` tests this machine's kernels
-on a known product; where 8-bit activations saturate (no VNNI), 7 bits are used.
+`torch.ops.quantized.linear_dynamic` multiplies at memory bandwidth but quantizes activations per tensor, so a row would depend
+on its neighbours. So every row is first divided by its own largest value, and two pinned columns holding +1 and -1 (against
+zero weights) fix the range the operator sees. The products are integers, summed exactly in 32 bits; what follows is
+elementwise. A row's result is then the same bits whatever else is in the batch, on any number of threads. `check_exact` tests
+this machine's kernels on a known product; where 8-bit activations saturate (no VNNI), 7 bits are used.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NO_BIAS = np.zeros(0, np.float32)
 class Int8Matrix:
     """One or several linear layers of the same input as one packed int8 matrix.
 
-    `weights` are float [out_i, width]; their outputs stand side by side. |weight - int8 x scale| <= scale / 2, scale the channel's
-    largest absolute value / 127.
+    `weights` are float [out_i, width]; their outputs stand side by side. |weight - int8 x scale| <= scale / 2, scale the
+    channel's largest absolute value / 127.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
@@ -51,7 +51,7 @@ class Int8Matrix:
         self.bias = _NO_BIAS if all(bias is None for bias in biases) else np.concatenate(given)
 
     def scaled_product(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 [n, out]: the product with rows already in [-1, 1] and padded ([n, width + PADDING]); bias and scale are still to come."""
+        """float32 [n, out], for rows already in [-1, 1] and padded ([n, width + PADDING]); scale and bias are still to come."""
         result: torch.Tensor = torch.ops.quantized.linear_dynamic(torch.from_numpy(rows), self._packed, reduce_range())
         return result.numpy()
 
@@ -68,7 +68,9 @@ class Int8Matrix:
 def _pack(weight: torch.Tensor, scale: torch.Tensor) -> object:
     """int8 [out, width] and float64 [out] as the operator's packed matrix, with PADDING zero columns."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces the end of its quantized dtypes; the operator itself takes nothing else
+        warnings.simplefilter(
+            "ignore"
+        )  # torch announces the end of its quantized dtypes; the operator itself takes nothing else
         padded = nn.functional.pad(weight, (0, PADDING))
         quantized = torch._make_per_channel_quantized_tensor(padded, scale, torch.zeros(len(scale), dtype=torch.int64), 0)
         return torch.ops.quantized.linear_prepack(quantized, None)
@@ -179,7 +181,7 @@ class StrictRMSNorm(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position, computed once, so that no pass computes them in another shape. float32 [context, dim] each."""
+    """cos and sin of every position (float32 [context, dim]), computed once, so that no pass computes them in another shape."""
 
     def __init__(self, rotary: nn.Module, context_length: int) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
 """Compiled kernels on torch's own OpenMP team.
 
 Between two matrix products torch's threads spin, waiting for the next. A second pool (numba's own, say) would fight them for
-the cores and lose milliseconds; so kernels run as parallel regions of the very same team, through the entry point that compilers use for
-`#pragma omp parallel` (GNU libgomp's GOMP_parallel, 3 microseconds a call). Where torch was built on another runtime, they run on the calling
-thread: slower, with the same result, since every piece of work belongs to exactly one thread either way.
+the cores and lose milliseconds; so kernels run as parallel regions of the very same team, through the entry point that
+compilers use for `#pragma omp parallel` (GNU libgomp's GOMP_parallel, 3 microseconds a call). Where torch was built on another
+runtime, they run on the calling thread: slower, with the same result, since every piece of work belongs to exactly one thread
+either way.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _load_openmp() -> Callable[..., None] | None:
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        return parallel  # type: ignore[no-any-return]
+        return parallel
     return None
 
 

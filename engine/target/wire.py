@@ -193,9 +193,7 @@ def logprobs_to_wire(logprobs: Logprobs | None) -> list[generation_pb2.TokenLogp
             logprob=chosen,
             top=[generation_pb2.Alternative(token_id=i, logprob=x) for i, x in zip(ids, top, strict=True)],
         )
-        for chosen, ids, top in zip(
-            logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True
-        )
+        for chosen, ids, top in zip(logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
     ]
 
 
