@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import acceptance, kernels
@@ -337,6 +339,50 @@ def test_output_survives_any_bending_of_the_drafts(name: str) -> None:
         found, _ = speculate(target, request, **bend)
         assert_equal(found, plain, exact)
     assert used.tables, "the calibration of the first run must have learned something"
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0, 1e6]),
+        top_k=st.sampled_from([0, 1, 3, 100]),
+        top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-6]),
+        min_p=st.sampled_from([0.0, 0.05, 0.9]),
+        repetition_penalty=st.sampled_from([1.0, 0.8, 1.7]),
+        presence_penalty=st.sampled_from([0.0, 1.0, -0.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.7, -0.7]),
+        logit_bias=st.sampled_from([(), ((3, 4.0),), ((0, -1e30), (1, 1e30))]),
+        seed=st.integers(0, 2**64 - 1),
+    ),
+    st.integers(1, 12),
+    st.integers(0, 12),
+    st.frozensets(st.integers(0, 7), max_size=3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 2**32),
+)
+def test_output_is_equal_for_any_request(
+    params: SamplingParams, max_tokens: int, min_tokens: int, stop_ids: frozenset[int], order: int, seed: int
+) -> None:
+    """Any settings, any limits, a small vocabulary in which random drafts are often right: what is said is the definition's."""
+    target = FakeTarget(8, order=order, context_length=14)
+    request = request_of(
+        [1, 2, 3],
+        params,
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        stop_ids=sorted(stop_ids),
+        num_logprobs=1,
+    )
+
+    def guess(context: NDArray[np.int32]) -> Draft:
+        return random_draft(np.random.default_rng([seed, len(context)]), 8, 16)
+
+    exact = decode(target, request)
+    plain, _ = speculate(target, request, {})
+    found, _ = speculate(
+        target, request, {"one": guess, "two": lambda context: shuffled(guess(context[1:]), np.random.default_rng(seed))}
+    )
+    assert_equal(found, plain, exact)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
