@@ -119,7 +119,8 @@ def run_demo(num_functions: int, max_tokens: int, package: str, model: str, stor
         pairs = complete(client, tasks, max_tokens, console)
     report(tasks, pairs, console)
     result = summary(pairs, model)
-    console.print(f"\nCorpus {CORPUS} stays: draftloom generate 'def forward(' --corpus {CORPUS} --show-sources\n")
+    hint = f"\nCorpus {CORPUS} stays: draftloom generate 'def forward(' --corpus {CORPUS} --show-sources\n"
+    console.print(hint, soft_wrap=True)
     print(json.dumps(result))
     return 0 if result["identical"] else 1
 
@@ -211,7 +212,7 @@ def _run(client: draftloom.Client, task: Task, max_tokens: int, plain: bool, con
 def report(tasks: Sequence[Task], pairs: Sequence[Pair], console: Console) -> None:
     """Print the tables: speed by function, then share of the text by source."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("function")
+    table.add_column("function", no_wrap=True)
     for header in ("plain", "Draftloom", "speed-up", "tokens per step", "identical"):
         table.add_column(header, justify="right")
     for task, pair in zip(tasks, pairs, strict=True):
