@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step committed: `tokens` int32 [n] and for each the bits of the sources that had drafted it (0: the bonus token)."""
+    """What one step committed: `tokens` int32 [n] and for each the bits of the sources that drafted it (0: the bonus token)."""
 
     tokens: NDArray[np.int32]
     masks: tuple[int, ...]
