@@ -10,6 +10,8 @@ some hundred times less than the 4 to 8 bits that it was quantized to before.
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,21 +48,21 @@ def convert_gguf(file: Path, folder: Path) -> None:
     except ImportError as error:
         raise ModelError(f"a package to convert GGUF with is missing: {error.name}; pip install 'draftloom[worker]'") from error
 
+    def load(dtype: torch.dtype) -> Any:
+        unpacked = GgufConfig(dequantize=True)
+        return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, quantization_config=unpacked, dtype=dtype)
+
     metadata = read_metadata(file)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float16
-        )
+        with redirect_stderr(StringIO()):  # a bar that nothing else switches off
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = load(torch.float16)
+            if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
+                model = load(torch.float32)
     except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError) as error:
         raise ModelError(f"transformers cannot read this GGUF file: {file}: {error}") from error
-    if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
-        del model
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
