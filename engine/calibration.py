@@ -61,7 +61,8 @@ class Credit:
     """Trust in the sources of one request, learned from every source's own proposal: Hedge with a fixed share.
 
     Full information: once tokens are out, each proposal is scored, chosen or not (Herbster and Warmuth 1998, fixed share;
-    HedgeSpec, arXiv 2510.20064, for drafters). Weights start equal, are positive and sum to 1.
+    HedgeSpec, arXiv 2510.20064, for drafters). A source that was not heard in a step sleeps and keeps its weight (sleeping
+    experts: Freund, Schapire, Singer and Warmuth 1997). Weights start equal, are positive and sum to 1.
     """
 
     _RATE = 0.5
@@ -70,11 +71,17 @@ class Credit:
     def __init__(self, num_sources: int) -> None:
         self.weights = np.full(num_sources, 1.0 / max(num_sources, 1))
 
-    def reward(self, reached: Sequence[int]) -> None:
-        """`reached[s]`: how many emitted tokens source s had in a row. A step in which no source had any changes nothing."""
-        most = max(reached, default=0)
+    def reward(self, reached: Sequence[int | None]) -> None:
+        """`reached[s]`: how many emitted tokens source s had in a row, None if it was not heard: late, or left out.
+
+        The awake share among them the weight they had. A step in which none of them had any changes nothing.
+        """
+        awake = np.array([s for s, count in enumerate(reached) if count is not None], np.int64)
+        counts = np.array([count for count in reached if count is not None], np.float64)
+        most = counts.max(initial=0.0)
         if most < 1:
             return
-        grown = self.weights * np.exp(self._RATE * np.asarray(reached, np.float64) / most)
-        grown /= grown.sum()
-        self.weights = (1.0 - self._SHARE) * grown + self._SHARE / len(grown)
+        weights = self.weights[awake]
+        grown = weights * np.exp(self._RATE * counts / most)
+        grown *= weights.sum() / grown.sum()
+        self.weights[awake] = (1.0 - self._SHARE) * grown + self._SHARE * weights.sum() / len(awake)

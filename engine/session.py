@@ -130,7 +130,7 @@ class Session:
         masks = (*(int(tree.sources[node]) for node in result.path), 0)
         self._count(tree, result)
         reached = [
-            0 if draft is None else self._calibration.observe(kind, draft, emitted)
+            None if draft is None else self._calibration.observe(kind, draft, emitted)
             for kind, draft in zip(self._kinds, self._drafts, strict=True)
         ]
         self._credit.reward(reached)

@@ -4,7 +4,7 @@ A source that raises, answers with something that is no draft, or is late is dro
 misses in a row it is left alone for a while. Whatever happens here, the target's text is the same; only speed changes.
 
 Quick sources run on the caller's thread, one after the other. A blocking one has a thread of its own: while it is busy it is
-skipped, and the tokens it should accept wait in its queue.
+skipped, and the tokens it should accept wait in its queue. A draft that comes after its step is never used for another.
 """
 
 from __future__ import annotations
@@ -87,17 +87,12 @@ class Panel:
     async def propose(self, context: Tokens) -> list[Draft | None]:
         """A valid draft of every source below the end of `context` (int32 [n]); None where it was dropped for this step."""
         end = self._clock() + self._deadline
-        drafts: list[Draft | None] = []
-        waiting = [seat.ask(context, self._budget) for seat in self._seats if seat.blocking]
-        for seat in self._seats:
-            drafts.append(None if seat.blocking else seat.propose(context, self._budget, end))
-        if waiting:
-            futures = [asyncio.wrap_future(future) for future in waiting if future is not None]
-            if futures:
-                await asyncio.wait(futures, timeout=max(0.0, end - self._clock()))
-            for i, seat in enumerate(self._seats):
-                if seat.blocking:
-                    drafts[i] = seat.collect()
+        asked = {i: seat.ask(context, self._budget) for i, seat in enumerate(self._seats) if seat.blocking}
+        drafts = [None if seat.blocking else seat.propose(context, self._budget, end) for seat in self._seats]
+        if waiting := [asyncio.wrap_future(future) for future in asked.values() if future is not None]:
+            await asyncio.wait(waiting, timeout=max(0.0, end - self._clock()))
+        for i, future in asked.items():
+            drafts[i] = self._seats[i].collect(future)
         return drafts
 
     def accept(self, tokens: Tokens, feedback: Feedback) -> None:
@@ -117,6 +112,10 @@ class Panel:
         self.close()
 
 
+_Outcome = Draft | Exception
+"""What asking a source comes to: a valid draft, or what went wrong."""
+
+
 class _Seat:
     """One source and its record."""
 
@@ -128,54 +127,40 @@ class _Seat:
         self._vocab_size = vocab_size
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"draft-{label}") if blocking else None
-        self._asked: Future[Draft] | None = None
+        self._last_asked: Future[_Outcome] | None = None
         self._misses = 0
         self._resting = 0
         self._broken = False
 
     def propose(self, context: Tokens, budget: int, end: float) -> Draft | None:
-        """A draft on the caller's thread; one that comes after `end` counts as late and is dropped."""
+        """A draft on the caller's thread; one that comes after `end` is late and dropped.
+
+        If `end` has passed already, those before it took the time: it is not asked, and it is no miss of its own.
+        """
         if self._left_alone():
             return None
-        start = self._clock()
-        try:
-            draft = self._valid(self._drafting.propose(context, budget))
-        except Exception as error:
-            self._failed(error)
-            return None
-        finally:
-            self.record.seconds += self._clock() - start
         if self._clock() > end:
             self.record.late += 1
-            self._missed()
             return None
-        self._misses = 0
-        return draft
+        outcome = self._draft(context, budget)
+        return self._judge(None if isinstance(outcome, Draft) and self._clock() > end else outcome)
 
-    def ask(self, context: Tokens, budget: int) -> Future[Draft] | None:
-        """Let the source's own thread begin a draft; None if it is left alone or still busy with an older one."""
-        if self._left_alone() or (self._asked is not None and not self._asked.done()):
+    def ask(self, context: Tokens, budget: int) -> Future[_Outcome] | None:
+        """Let the source's own thread begin a draft; None if it is left alone, or still busy with an older one: late again."""
+        if self._left_alone():
+            return None
+        if self._last_asked is not None and not self._last_asked.done():
+            self._judge(None)
             return None
         assert self._thread is not None
-        self._asked = self._thread.submit(self._timed, context.copy(), budget)
-        return self._asked
+        self._last_asked = self._thread.submit(self._draft, context.copy(), budget)
+        return self._last_asked
 
-    def collect(self) -> Draft | None:
-        """The draft asked for, if it is there."""
-        if self._asked is None or self._broken:
+    def collect(self, asked: Future[_Outcome] | None) -> Draft | None:
+        """The draft asked for in this step, if it is there."""
+        if asked is None:
             return None
-        if not self._asked.done():
-            self.record.late += 1
-            self._missed()
-            return None
-        asked, self._asked = self._asked, None
-        try:
-            draft = asked.result()
-        except Exception as error:
-            self._failed(error)
-            return None
-        self._misses = 0
-        return draft
+        return self._judge(asked.result() if asked.done() else None)
 
     def accept(self, tokens: Tokens, feedback: Feedback) -> None:
         """Pass on what was emitted; a source that fails here has lost its state and is not asked again."""
@@ -194,16 +179,28 @@ class _Seat:
         else:
             self._close()
 
-    def _timed(self, context: Tokens, budget: int) -> Draft:
+    def _draft(self, context: Tokens, budget: int) -> _Outcome:
         start = self._clock()
         try:
-            return self._valid(self._drafting.propose(context, budget))
+            draft = self._drafting.propose(context, budget)
+            draft.validate(self._vocab_size)
+            return draft
+        except Exception as error:
+            return error
         finally:
             self.record.seconds += self._clock() - start
 
-    def _valid(self, draft: Draft) -> Draft:
-        draft.validate(self._vocab_size)
-        return draft
+    def _judge(self, outcome: _Outcome | None) -> Draft | None:
+        """Count what came of asking: a draft, what went wrong, or None for nothing in time."""
+        if isinstance(outcome, Draft):
+            self._misses = 0
+            return outcome
+        if outcome is None:
+            self.record.late += 1
+            self._missed()
+        else:
+            self._failed(outcome)
+        return None
 
     def _accept(self, tokens: Tokens, feedback: Feedback) -> None:
         try:

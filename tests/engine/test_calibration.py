@@ -183,3 +183,17 @@ def test_a_step_in_which_nobody_was_right_changes_nothing() -> None:
     before = credit.weights.tolist()
     credit.reward([0, 0, 0])
     assert credit.weights.tolist() == before
+
+
+def test_credit_sleeps_with_a_source_that_was_not_heard() -> None:
+    """A late source keeps exactly its weight; the awake share theirs as they would without it; all asleep changes nothing."""
+    credit, without = Credit(3), Credit(2)
+    for _ in range(20):
+        credit.reward([4, 1, None])
+        without.reward([4, 1])
+    assert credit.weights[2] == pytest.approx(1 / 3, abs=1e-12)
+    assert credit.weights[:2] == pytest.approx(without.weights * 2 / 3, abs=1e-9)
+    before = credit.weights.tolist()
+    credit.reward([None, None, None])
+    credit.reward([0, None, 0])
+    assert credit.weights.tolist() == before

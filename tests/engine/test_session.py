@@ -139,6 +139,19 @@ def test_proposals_are_scored_whether_verified_or_not() -> None:
     assert (hits.sum(), trials.sum()) == (1, 1)
 
 
+def test_a_dropped_source_keeps_its_trust_and_a_silent_one_does_not() -> None:
+    """None is asleep: it weighs as much as before. An empty draft is an answer, and it was not right."""
+    shares = []
+    for absent in (None, Draft.empty()):
+        session = session_of(["a", "b"])
+        for _ in range(10):
+            session.commit(answer(session.tree([chain([1], 0.5), absent], FREE), [1, 2]))
+        tree = session.tree([chain([1], 0.5), chain([3], 0.5)], FREE)
+        shares.append(float(tree.probs[tree.tokens == 3][0]))
+    asleep, silent = shares
+    assert silent < 0.15 < asleep
+
+
 def test_masks_name_the_sources_of_accepted_tokens() -> None:
     """Bit s of a token's mask is source s of the session; the bonus token has none."""
     session = session_of(["a", "b", "c"])
