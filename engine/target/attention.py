@@ -110,6 +110,7 @@ _SUPPORTED = {
     "logits_to_keep",
     "output_hidden_states",
     "output_attentions",
+    "output_router_logits",
     "cache",
 }
 

@@ -19,15 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import SiLUActivation
+from transformers.activations import ReLUSquaredActivation, SiLUActivation
 
 from engine.errors import ModelError
-from engine.target import attention, kernels, quantize
+from engine.target import attention, check, kernels, quantize
 from engine.target.attention import Pass
 
 DTYPES = ("int8", "float32", "bfloat16")
-
-_RECURRENT = ("linear", "mamba", "recurrent", "conv")
 
 
 @dataclass
@@ -88,7 +86,7 @@ def load(folder: Path, dtype: str) -> Model:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no usable config.json in {folder}: {error}") from error
-    _refuse_recurrent(config)
+    check.refuse_config(config)
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     try:
         with _quiet():
@@ -100,7 +98,7 @@ def load(folder: Path, dtype: str) -> Model:
                 local_files_only=True,
                 use_safetensors=True,
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # transformers raises whatever a model's own code does
         raise ModelError(f"cannot load the weights in {folder}: {error}") from error
     return prepare(network.eval(), dtype, _eos_ids(folder, config), _stored_dtype(config))
 
@@ -109,14 +107,13 @@ def prepare(network: PreTrainedModel, dtype: str, eos_ids: tuple[int, ...] = (),
     """A loaded network (attention implementation `attention.KEY`, float32 unless dtype is bfloat16) as a Model.
 
     For int8 its modules are exchanged in place. `stored` is the dtype the embedding may be kept in without loss.
+    Raises ModelError for a network that cannot verify trees (see `check`).
     """
     config = network.config.get_text_config()
+    check.refuse_config(config)
     heads = config.num_attention_heads
     context_length = int(config.max_position_embeddings)
-    reasons: tuple[str, ...] = ("floating-point products depend on how many rows a pass has",)
-    if dtype == "int8":
-        reasons = tuple(_quantize(network, context_length, stored))
-    return Model(
+    model = Model(
         network=network,
         dtype=dtype,
         context_length=context_length,
@@ -125,8 +122,14 @@ def prepare(network: PreTrainedModel, dtype: str, eos_ids: tuple[int, ...] = (),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         eos_ids=eos_ids,
-        reasons=reasons,
+        reasons=("floating-point products depend on how many rows a pass has",),
     )
+    check.check_rows(model)
+    if dtype == "int8":
+        model.reasons = tuple(_quantize(network, context_length, stored))
+        if not check.check_rows(model):
+            model.reasons += ("two rows of one path were answered unlike",)
+    return model
 
 
 def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype) -> list[str]:
@@ -160,25 +163,36 @@ def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype
     for name, module in list(network.named_modules()):
         if type(module) is nn.Linear:
             _replace(network, name, quantize.Int8Linear(quantize.Int8Matrix([module.weight], [module.bias])))
+    for name, module in list(network.named_modules()):
+        if isinstance(module, nn.SiLU | SiLUActivation):
+            _replace(network, name, quantize.StrictSiLU())
     for name, module in network.named_modules():
-        if (
-            not any(True for _ in module.children())
-            and not isinstance(module, _STRICT)
-            and any(True for _ in module.parameters())
-        ):
-            reasons.append(f"{name} ({type(module).__name__}) is not computed in a fixed order")
+        computes = any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children())
+        if computes and not isinstance(module, _STRICT) and name.rpartition(".")[2] != "rotary_emb":
+            reasons.append(f"{name} ({type(module).__name__}) is not known to compute in a fixed order")
     return reasons
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
-_STRICT = (quantize.Int8Linear, quantize.Int8GatedMLP, quantize.StrictRMSNorm, quantize.RotaryTable, quantize.StoredEmbedding)
+_STRICT = (
+    quantize.Int8Linear,
+    quantize.Int8GatedMLP,
+    quantize.StrictRMSNorm,
+    quantize.RotaryTable,
+    quantize.StoredEmbedding,
+    quantize.StrictSiLU,
+    nn.Dropout,
+    nn.Identity,
+    nn.ReLU,
+    ReLUSquaredActivation,
+)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
-    """down(silu(gate(x)) * up(x)) without biases, as in Llama, Qwen and Mistral."""
+    """down(silu(gate(x)) * up(x)) without biases or further parts, as in Llama, Qwen and Mistral."""
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(type(part) is nn.Linear and part.bias is None for part in parts):
+    if not all(type(part) is nn.Linear and part.bias is None for part in parts) or len(list(module.children())) != 4:
         return False
     return isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
 
@@ -198,15 +212,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def _replace(network: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(network.get_submodule(parent), child, module)
-
-
-def _refuse_recurrent(config: object) -> None:
-    """Layers that carry recurrent state give wrong answers to siblings, silently; so refuse them."""
-    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    bad = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENT))
-    if bad or getattr(config, "is_encoder_decoder", False):
-        what = "is an encoder-decoder" if not bad else f"has layers with recurrent state ({', '.join(bad)})"
-        raise ModelError(f"this model {what}, which cannot verify a tree; choose one with attention layers only")
 
 
 def _eos_ids(folder: Path, config: object) -> tuple[int, ...]:

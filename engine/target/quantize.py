@@ -3,7 +3,7 @@
 `torch.ops.quantized.linear_dynamic` multiplies at memory bandwidth but quantizes activations per tensor, so a row would depend
 on its neighbours. So every row is first divided by its own largest value, and two pinned columns holding +1 and -1 (against
 zero weights) fix the range the operator sees. The products are integers, summed exactly in 32 bits; what follows is
-elementwise. A row's result is then the same bits whatever else is in the batch, on any number of threads. `check_exact` tests
+elementwise. A row's result is then the same bits whatever else is in the batch, on any number of threads. `reduce_range` tests
 this machine's kernels on a known product; where 8-bit activations saturate (no VNNI), 7 bits are used.
 """
 
@@ -178,6 +178,16 @@ class StrictRMSNorm(nn.Module):
         out = np.empty_like(flat)
         kernels.rms_norm(flat, self._weight, self._eps, out)
         return torch.from_numpy(out).view(x.shape)
+
+
+class StrictSiLU(nn.Module):
+    """x / (1 + e^-x) with the kernels' e^x: torch's own differs in the last bit with the width and the number of threads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1).numpy()
+        power = np.empty_like(flat)
+        kernels.exp_rows(-flat, power)
+        return torch.from_numpy(flat / (np.float32(1.0) + power)).view(x.shape)
 
 
 class RotaryTable(nn.Module):
