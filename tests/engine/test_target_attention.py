@@ -17,7 +17,7 @@ from tests.engine.tiny import Bench, chain, path_to, random_parents
 
 @pytest.mark.parametrize("name", tiny.KINDS)
 def test_trees_and_chunks_agree_with_plain_forward_passes(name: str) -> None:
-    """float32: three sequences packed over several steps of trees, one beside a chunk; every row within 1e-4 of transformers."""
+    """float32: three sequences packed over steps of trees, one beside a chunk; every row within 1e-4 of transformers."""
     plain, _ = tiny.twins(name)
     bench = Bench(tiny.model(name, "float32"))
     rng = np.random.default_rng(len(name))
