@@ -187,7 +187,7 @@ class Engine:
             sequence = await stack.enter_async_context(self._target.open(wanted))
             prefill = time.perf_counter() - began
             prediction = self.tokenizer.encode(request.speculation.prediction) if drafters else np.zeros(0, np.int32)
-            draft_request = DraftRequest(request.tenant, self.info.model, prompt, stores, prediction)
+            draft_request = DraftRequest(request.tenant, self.info.model, prompt, stores, prediction, self.tokenizer)
             panel = stack.enter_context(
                 Panel(
                     drafters,

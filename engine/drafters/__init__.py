@@ -1,7 +1,7 @@
 """What a source looks like, and which ones there are.
 
 A *source* yields drafts; a *drafter* is its code, one file in this folder and one line in `DRAFTERS`.
-A drafter imports `Draft` and the types below, and nothing else of the engine.
+A drafter imports `Draft`, the types below and, if it looks tokens up, `words.py`; nothing else of the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.tree import Draft
 
 if TYPE_CHECKING:
+    from engine.text import Tokenizer
     from retriever.datastore import Datastore
 
 Tokens = NDArray[np.int32]
@@ -41,6 +42,7 @@ class DraftRequest:
     `context` is the text to draft from as token ids (int32 [n]): usually the prompt; for fill-in-the-middle, the prefix.
     `corpora` maps names to open datastores, pinned for the life of the request.
     `prediction` is the caller's guess at the answer, as token ids; empty when there is none.
+    `tokenizer` is the model's, for sources that must know what a token says; None where there is none.
     """
 
     tenant: str
@@ -48,6 +50,7 @@ class DraftRequest:
     context: Tokens
     corpora: Mapping[str, Datastore] = field(default_factory=dict)
     prediction: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
+    tokenizer: Tokenizer | None = None
 
 
 class Drafting(Protocol):

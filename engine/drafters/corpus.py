@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.drafters import Drafting, DraftRequest, Feedback, Tokens
+from engine.drafters.words import whole_words
 from engine.tree import Draft
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class CorpusDrafter:
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
         """`corpus:NAME` for every corpus of the request."""
-        return [(f"{self.name}:{name}", CorpusDrafting(store)) for name, store in request.corpora.items()]
+        return [(f"{self.name}:{name}", whole_words(CorpusDrafting(store), request)) for name, store in request.corpora.items()]
 
 
 class CorpusDrafting:

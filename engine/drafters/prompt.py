@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.drafters import Drafting, DraftRequest, Feedback, Tokens
+from engine.drafters.words import whole_words
 from engine.tree import Draft
 from retriever.pools import TextPool
 
@@ -19,7 +20,7 @@ class PromptDrafter:
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
         """Always one: every request has a prompt."""
-        return [(self.name, PromptDrafting(request.context, request.prediction))]
+        return [(self.name, whole_words(PromptDrafting(request.context, request.prediction), request))]
 
 
 class PromptDrafting:
