@@ -1,4 +1,4 @@
-"""Slow, obvious twins of the local worker: dense attention with a written mask, plain forward passes, sums in a written order."""
+"""Slow, obvious twins of the local worker: dense attention with a written mask, plain forward passes, ordered sums."""
 
 from __future__ import annotations
 
