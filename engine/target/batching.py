@@ -76,9 +76,8 @@ def cut_together(trees: Sequence[CandidateTree], curve: CostCurve, max_rows: int
         return []
     probs = np.concatenate([tree.probs[1:] for tree in trees])
     owner = np.repeat(np.arange(len(trees)), [len(tree) - 1 for tree in trees])
-    order = np.argsort(-probs, kind="stable")
+    order = np.argsort(-probs, kind="stable")[: max(0, max_rows - len(trees) - other_rows)]
     size = best_size(probs[order], curve, len(trees), other_rows)
-    size = min(size, max(0, max_rows - len(trees) - other_rows))
     counts = np.bincount(owner[order[:size]], minlength=len(trees))
     return [tree.cut(1 + int(count)) for tree, count in zip(trees, counts, strict=True)]
 

@@ -1,0 +1,241 @@
+"""Who is packed with whom, how far trees are cut together, and what the cost curve learns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.target import batching
+from engine.target.batching import Batcher, CostMeter, Work, cut_together
+from engine.tree import CandidateTree, CostCurve, merge
+from tests.engine import oracles_target as oracles
+from tests.speculation import random_draft
+
+CURVES = [
+    CostCurve.flat(),
+    CostCurve(np.array([1, 2, 4, 8], np.int32), np.array([1.0, 1.1, 1.4, 2.6])),
+    CostCurve(np.array([1, 64], np.int32), np.array([0.1, 6.4])),
+    CostCurve(np.array([1, 4, 5, 12], np.int32), np.array([1.0, 1.0, 1.9, 1.9])),
+]
+"""Rows that are free, convex, dear, and a step with a plateau behind it, where a local search would stop too early."""
+
+
+def trees_of(seed: int, num_trees: int, most: int) -> list[CandidateTree]:
+    """Trees merged from random drafts."""
+    rng = np.random.default_rng(seed)
+    return [merge([random_draft(rng, 6, most)], [1.0], 0, 3, most) for _ in range(num_trees)]
+
+
+# ---- cutting
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from(CURVES), st.integers(1, 16), st.sampled_from([0, 7]))
+def test_trees_are_cut_to_the_joint_optimum(seed: int, num: int, curve: CostCurve, max_rows: int, other: int) -> None:
+    """No other choice of sizes has more expected tokens per second; every root stays; rows stay within bounds."""
+    trees = trees_of(seed, num, 6)
+    cut = cut_together(trees, curve, max_rows, other)
+    sizes = [len(tree) for tree in cut]
+    assert min(sizes) >= 1 and sum(sizes) + other <= max(max_rows, num + other)
+    for tree, whole in zip(cut, trees, strict=True):
+        assert np.array_equal(tree.tokens, whole.tokens[: len(tree)]) and tree.position == whole.position
+    gain = sum(float(tree.probs.sum(dtype=np.float64)) for tree in cut)
+    found = gain / float(curve.at(sum(sizes) + other))
+    assert found == pytest.approx(oracles.best_cut(trees, curve, max_rows, other), rel=1e-6)
+
+
+def test_the_bound_on_rows_takes_the_least_likely_nodes() -> None:
+    """Of a joint budget, what is left are the likeliest nodes of all trees together."""
+    trees = trees_of(3, 3, 8)
+    for max_rows in range(3, 20):
+        kept = np.concatenate([tree.probs[1:] for tree in cut_together(trees, CostCurve.flat(), max_rows)])
+        everything = np.sort(np.concatenate([tree.probs[1:] for tree in trees]))[::-1]
+        assert np.array_equal(np.sort(kept)[::-1], everything[: max_rows - 3])
+
+
+def test_no_trees_and_too_many_trees() -> None:
+    """Nothing is cut to nothing; more trees than rows are stepped by their roots."""
+    assert cut_together([], CURVES[1], 8) == []
+    assert [len(tree) for tree in cut_together(trees_of(1, 5, 6), CostCurve.flat(), 3)] == [1] * 5
+
+
+# ---- the cost curve
+
+
+def test_the_curve_is_flat_until_measured_and_may_be_frozen() -> None:
+    """Nothing known: rows are free. Frozen: passes change nothing. Thawed: what was measured before."""
+    meter = CostMeter()
+    assert meter.curve().seconds.tolist() == [1.0]
+    meter.observe(1, 5.0)
+    assert meter.curve().seconds.tolist() == [1.0], "a size that was never measured is not learned from one pass"
+    meter.calibrate(lambda rows: None)
+    measured = meter.curve()
+    measured.validate()
+    assert measured.rows.tolist() == list(CostMeter.ROWS)
+    meter.freeze(CURVES[1])
+    meter.observe(1, 100.0)
+    assert meter.curve() is CURVES[1]
+    meter.freeze(None)
+    assert np.array_equal(meter.curve().seconds, measured.seconds)
+
+
+def test_calibration_keeps_the_best_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size is run once for warmth and then timed; an interruption in one run does not count; the curve never falls."""
+    clock, runs = [0.0], list[int]()
+
+    def run(rows: int) -> None:
+        runs.append(rows)
+        hiccup = 50.0 if runs.count(rows) == 3 else 0.0
+        clock[0] += 10.0 + (-1.0 if rows == 2 else 0.1 * rows) + hiccup
+
+    monkeypatch.setattr(batching.time, "perf_counter", lambda: clock[0])
+    meter = CostMeter()
+    meter.calibrate(run)
+    assert runs == [rows for rows in CostMeter.ROWS for _ in range(4)]
+    seconds = dict(zip(meter.curve().rows.tolist(), meter.curve().seconds.tolist(), strict=True))
+    assert seconds[1] == pytest.approx(10.1) and seconds[2] == pytest.approx(10.1) and seconds[64] == pytest.approx(16.4)
+
+
+def test_passes_move_the_curve_a_little_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steady news is believed in time; a single odd pass, however odd, moves a point by 5 percent of itself at most."""
+    meter, clock = CostMeter(), [0.0]
+    monkeypatch.setattr(batching.time, "perf_counter", lambda: clock[0])
+    meter.calibrate(lambda rows: clock.__setitem__(0, clock[0] + 1.0 + rows / 100))
+    before = meter.curve().seconds.copy()
+    meter.observe(64, 1e9)
+    assert meter.curve().seconds[-1] == pytest.approx(before[-1] * 1.05)
+    meter.observe(64, 0.0)
+    assert meter.curve().seconds[-1] == pytest.approx(before[-1] * 1.05 * 0.975)
+    meter.observe(63, 9.0)
+    meter.observe(300, 9.0)
+    assert np.array_equal(meter.curve().seconds[:-1], before[:-1]), "sizes between the measured ones teach nothing"
+    for _ in range(200):
+        meter.observe(64, 3.0)
+    assert meter.curve().seconds[-1] == pytest.approx(3.0, rel=0.01)
+    meter.curve().validate()
+
+
+# ---- packing
+
+Log = list[list[str]]
+Answers = list[str | Exception]
+
+
+def root(position: int = 3) -> CandidateTree:
+    return CandidateTree.root_only(1, position)
+
+
+def piece(count: int = 4) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.zeros(count, np.int32)
+
+
+def play(body: Callable[[Batcher[str, str], Log], Awaitable[None]], answer: Callable[[str], str | Exception] = str.upper) -> Log:
+    """Run `body` with a batcher whose passes are noted: per pass, who was in it (chunks as name+)."""
+    log: Log = []
+
+    def run(works: list[Work[str, str]]) -> Answers:
+        log.append([work.owner + ("+" if work.chunk is not None else "") for work in works])
+        return [answer(work.owner) for work in works]
+
+    async def main() -> None:
+        await asyncio.wait_for(body(Batcher(run), log), 20)
+
+    asyncio.run(main())
+    return log
+
+
+def test_wishes_that_come_together_share_a_pass() -> None:
+    """Trees submitted in one turn of the loop are one pass, and each owner gets its own answer."""
+
+    async def body(batcher: Batcher[str, str], log: Log) -> None:
+        assert await asyncio.gather(*(batcher.submit(name, root()) for name in "abc")) == ["A", "B", "C"]
+        assert await batcher.submit("d", root()) == "D"
+
+    assert play(body) == [["a", "b", "c"], ["d"]]
+
+
+def test_others_that_may_come_soon_are_waited_for() -> None:
+    """With more sequences stepping than trees waiting, a pass waits a moment and takes along who comes meanwhile."""
+
+    async def body(batcher: Batcher[str, str], log: Log) -> None:
+        batcher.num_stepping = 2
+        first = asyncio.create_task(batcher.submit("a", root()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert await batcher.submit("b", root()) == "B" and await first == "A"
+
+    assert play(body) == [["a", "b"]]
+
+
+def test_one_chunk_a_pass_and_in_turn() -> None:
+    """Prompts are read one chunk a pass, first come first served, beside all trees, so that nobody's stream stands still."""
+
+    async def body(batcher: Batcher[str, str], log: Log) -> None:
+        async def read(name: str, count: int) -> None:
+            for _ in range(count):
+                await batcher.submit(name, chunk=piece())
+
+        async def step(name: str) -> None:
+            for _ in range(3):
+                await batcher.submit(name, root())
+
+        await asyncio.gather(step("a"), read("x", 2), read("y", 2), step("b"))
+
+    log = play(body)
+    assert log == [["a", "b", "x+"], ["a", "b", "y+"], ["a", "b", "x+"], ["y+"]]
+
+
+def test_a_caller_that_goes_away_withdraws_its_wish() -> None:
+    """A wish cancelled while it waits is in no pass, and its neighbours get theirs; a pass of nobody is not run."""
+
+    async def body(batcher: Batcher[str, str], log: Log) -> None:
+        gone = asyncio.create_task(batcher.submit("gone", root()))
+        stays = asyncio.create_task(batcher.submit("stays", root()))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert await stays == "STAYS" and gone.cancelled()
+        alone = asyncio.create_task(batcher.submit("alone", chunk=piece()))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert await batcher.submit("next", root()) == "NEXT"
+
+    assert play(body) == [["stays"], ["next"]]
+
+
+def test_an_error_goes_to_its_owner() -> None:
+    """An answer that is an exception is raised where it belongs, and only there."""
+
+    def answer(owner: str) -> str | Exception:
+        return ValueError(owner) if owner == "b" else owner
+
+    async def body(batcher: Batcher[str, str], log: Log) -> None:
+        names: Sequence[str] = "abc"
+        found = await asyncio.gather(*(batcher.submit(name, root()) for name in names), return_exceptions=True)
+        assert found[0] == "a" and found[2] == "c" and isinstance(found[1], ValueError)
+
+    play(body, answer)
+
+
+def test_a_pass_that_fails_is_everybodys_error_and_the_next_one_runs() -> None:
+    """If the pass itself breaks, all in it are told, and the batcher goes on."""
+    broken = [True]
+
+    async def body(batcher: Batcher[str, str], log: Log) -> None:
+        found = await asyncio.gather(*(batcher.submit(name, root()) for name in "ab"), return_exceptions=True)
+        assert [type(error) for error in found] == [RuntimeError, RuntimeError]
+        broken[0] = False
+        assert await batcher.submit("c", root()) == "c"
+
+    def answer(owner: str) -> str:
+        if broken[0]:
+            raise RuntimeError("the pass broke")
+        return owner
+
+    play(body, answer)
