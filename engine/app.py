@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from corpora.catalog import Catalog, default_store
+from corpora.catalog import DEFAULT_TENANT, Catalog, Corpus, default_store
 from corpora.errors import CatalogError, CorpusNotFound
 from engine import kernels
 from engine.acceptance import STOP
@@ -45,9 +49,15 @@ from engine.target.remote import RemoteTarget
 from engine.text import StreamDecoder, Tokenizer
 from retriever import kernels as retriever_kernels
 from retriever.datastore import Datastore
-from retriever.errors import RetrieverError
+from retriever.errors import Closed, RetrieverError
 
 log = logging.getLogger("draftloom.engine")
+
+_LONG_TEXT = 4096
+"""Characters from which on encoding takes longer than handing it to a thread: some milliseconds."""
+
+_MAX_TENANTS = 1024
+"""Tenants whose calibration is remembered."""
 
 
 def make_drafters(names: Sequence[str]) -> dict[str, Drafter]:
@@ -62,63 +72,67 @@ def make_drafters(names: Sequence[str]) -> dict[str, Drafter]:
 
 
 @dataclass
-class _Open:
-    """A datastore in use: closed when the last request leaves it and a newer version is active."""
+class _Pinned:
+    """An open version and how many requests draft from it."""
 
     store: Datastore
     users: int = 0
 
 
 class Corpora:
-    """The datastores of a store, opened when first asked for, pinned while a request uses them."""
+    """The datastores of a store: opened when first asked for, pinned while a request drafts from them.
 
-    def __init__(self, root: Path, info: TargetInfo) -> None:
+    A new version is taken by the next request; the one before is closed when its last request leaves it. Catalog and files are
+    read on threads, so that a slow disk holds up nobody else; everything else happens on the event loop.
+
+    `verify` compares the checksums of large files, too (opening does for small ones): once for each version, on a thread.
+    Requests need not wait for it, since a damaged file can cost speed only; a version found damaged is refused from then on.
+    """
+
+    def __init__(self, root: Path, info: TargetInfo, *, verify: bool = False) -> None:
         self._catalog = Catalog(root, read_only=True)
         self._info = info
-        self._open: dict[tuple[str, str], _Open] = {}
+        self._verify = verify
+        self._open: dict[tuple[str, str], _Pinned] = {}
+        self._active: dict[str, str] = {}
+        self._damaged: dict[tuple[str, str], str] = {}
 
-    def acquire(self, name: str, tenant: str) -> Datastore:
+    async def acquire(self, name: str, tenant: str) -> Datastore:
         """The active version of a corpus. Raises NotFound, CorpusUnusable. Every acquired one is released."""
-        try:
-            corpus = self._catalog.get(name, tenant)
-        except CorpusNotFound as error:
-            raise NotFound(f"no such corpus: {name}; `draftloom corpus list` names those there are") from error
-        except CatalogError as error:
-            raise CorpusUnusable(f"the catalog of corpora cannot be read: {error}") from error
+        corpus = await asyncio.to_thread(self._find, name, tenant)
         key = (name, corpus.active.id)
         if key not in self._open:
-            try:
-                store = Datastore.open(
-                    self._catalog.version_path(*key),
-                    self._info.fingerprint,
-                    max(self._info.vocab_size, corpus.active.vocab_size),
-                )
-            except (RetrieverError, OSError) as error:
-                raise CorpusUnusable(f"corpus {name} cannot be used: {error}") from error
-            self._open[key] = _Open(store)
-            self._drop_older(name, corpus.active.id)
-        opened = self._open[key]
-        opened.users += 1
-        return opened.store
+            store = await asyncio.to_thread(self._open_version, corpus)
+            if self._open.setdefault(key, _Pinned(store)).store is not store:
+                store.close()  # another request was faster
+            elif self._verify:
+                Thread(target=self._look_for_damage, args=(key, store), name=f"verify-{name}", daemon=True).start()
+        self._refuse_damaged(key)
+        self._open[key].users += 1
+        self._active[name] = corpus.active.id
+        self._close_unused(name)
+        return self._open[key].store
 
     def release(self, store: Datastore) -> None:
         """The request is done with it."""
-        opened = self._open[(store.name, store.version)]
-        opened.users -= 1
-        if not opened.users and any(name == store.name and version > store.version for name, version in self._open):
-            del self._open[(store.name, store.version)]
-            store.close()
+        pinned = self._open.get((store.name, store.version))
+        if pinned is not None:  # else all is closed already
+            pinned.users -= 1
+            self._close_unused(store.name)
 
     def list(self, tenant: str) -> list[CorpusInfo]:
-        """All corpora of a tenant and whether this model can draft from them."""
+        """All corpora of a tenant, and what keeps this model from drafting from them. Raises CorpusUnusable."""
+        with _reporting_catalog_errors():
+            corpora = self._catalog.list(tenant)
         infos = []
-        for corpus in self._catalog.list(tenant):
-            problem = ""
+        for corpus in corpora:
+            active, problem = corpus.active, ""
             try:
-                self.release(self.acquire(corpus.name, tenant))
+                self._refuse_damaged((corpus.name, active.id))
+                if (corpus.name, active.id) not in self._open:
+                    self._open_version(corpus).close()
             except CorpusUnusable as error:
                 problem = str(error)
-            active = corpus.active
             infos.append(
                 CorpusInfo(
                     corpus.name, active.id, active.num_documents, active.num_tokens, active.fingerprint, not problem, problem
@@ -128,21 +142,57 @@ class Corpora:
 
     def close(self) -> None:
         """Close everything; for the end."""
-        for opened in self._open.values():
-            opened.store.close()
+        for pinned in self._open.values():
+            pinned.store.close()
         self._open.clear()
 
-    def _drop_older(self, name: str, active: str) -> None:
-        for key, opened in list(self._open.items()):
-            if key[0] == name and key[1] != active and not opened.users:
+    def _find(self, name: str, tenant: str) -> Corpus:
+        with _reporting_catalog_errors():
+            try:
+                return self._catalog.get(name, tenant)
+            except CorpusNotFound as error:
+                raise NotFound(str(error)) from error
+
+    def _open_version(self, corpus: Corpus) -> Datastore:
+        active = corpus.active
+        path = self._catalog.version_path(corpus.name, active.id)
+        try:
+            return Datastore.open(path, self._info.fingerprint, max(self._info.vocab_size, active.vocab_size))
+        except (RetrieverError, OSError) as error:
+            raise CorpusUnusable(f"corpus {corpus.name} cannot be used: {error}") from error
+
+    def _look_for_damage(self, key: tuple[str, str], store: Datastore) -> None:
+        with suppress(OSError, Closed):  # removed, or the server ends
+            for problem in store.altered():
+                log.error("corpus %s is no longer drafted from: %s", key[0], problem)
+                self._damaged[key] = f"corpus {key[0]} cannot be used: {problem}"
+
+    def _refuse_damaged(self, key: tuple[str, str]) -> None:
+        if key in self._damaged:
+            raise CorpusUnusable(self._damaged[key])
+
+    def _close_unused(self, name: str) -> None:
+        for key, pinned in list(self._open.items()):
+            if key[0] == name and key[1] != self._active[name] and not pinned.users:
                 del self._open[key]
-                opened.store.close()
+                pinned.store.close()
+
+
+@contextmanager
+def _reporting_catalog_errors() -> Iterator[None]:
+    try:
+        yield
+    except CatalogError as error:
+        raise CorpusUnusable(f"the catalog of corpora cannot be read: {error}") from error
 
 
 class Engine:
-    """Serves generation requests with one target; see engine.requests.Engine."""
+    """Serves generation requests with one target; see engine.requests.Engine.
 
-    def __init__(self, config: Config, target: Target, tokenizer: Tokenizer) -> None:
+    `verify_corpora` has the checksums of large files compared in the background; see Corpora.
+    """
+
+    def __init__(self, config: Config, target: Target, tokenizer: Tokenizer, *, verify_corpora: bool = False) -> None:
         if tokenizer.fingerprint != target.info.fingerprint:
             raise ConfigError(
                 f"the worker's tokenizer is not that of {config.model.name}: {target.info.fingerprint} and "
@@ -154,8 +204,9 @@ class Engine:
         self.worker_ended: asyncio.Future[int] | None = None
         """Becomes the exit code of the worker process, if the engine's worker is one, should it end."""
         self._drafters = make_drafters(config.speculation.sources)
-        self._corpora = Corpora(config.corpora.store or default_store(), target.info)
-        self._calibrations: dict[str, Calibration] = {}
+        self._corpora = Corpora(config.corpora.store or default_store(), target.info, verify=verify_corpora)
+        self._calibrations: OrderedDict[str, Calibration] = OrderedDict()
+        self._warned: set[str] = set()
 
     @property
     def info(self) -> TargetInfo:
@@ -174,7 +225,7 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See engine.requests.Engine."""
         request.validate(self.info.vocab_size)
-        prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt.astype(np.int32)
+        prompt = await self._encode(request.prompt) if isinstance(request.prompt, str) else request.prompt.astype(np.int32)
         if not len(prompt):
             raise InvalidRequest("prompt is empty once tokenized: give some text", "prompt")
         wanted = SequenceRequest(
@@ -182,25 +233,21 @@ class Engine:
         )
         async with AsyncExitStack() as stack:
             drafters, max_nodes = self._choose_drafters(request)
-            stores, warnings = self._pin(request, drafters, stack)
+            stores, warnings = await self._pin(request, drafters, stack)
+            prediction = await self._encode(request.speculation.prediction if drafters else "")
             began = time.perf_counter()
             sequence = await stack.enter_async_context(self._target.open(wanted))
             prefill = time.perf_counter() - began
-            prediction = self.tokenizer.encode(request.speculation.prediction) if drafters else np.zeros(0, np.int32)
             draft_request = DraftRequest(request.tenant, self.info.model, prompt, stores, prediction, self.tokenizer)
+            deadline = self._config.speculation.deadline_ms / 1000
             panel = stack.enter_context(
-                Panel(
-                    drafters,
-                    draft_request,
-                    self.info.vocab_size,
-                    budget=max_nodes,
-                    deadline=self._config.speculation.deadline_ms / 1000,
-                )
+                Panel(drafters, draft_request, self.info.vocab_size, budget=max_nodes, deadline=deadline)
             )
-            session = Session(prompt, panel.labels, self._calibrations.setdefault(request.tenant, Calibration()), max_nodes)
+            session = Session(prompt, panel.labels, self._calibration(request.tenant), max_nodes)
             reader = _Reader(StreamDecoder(self.tokenizer, request.stop, request.include_stop), session, request)
             times = Times()
-            async for step, result in decode(session, panel, sequence, times):
+            steps = await stack.enter_async_context(aclosing(decode(session, panel, sequence, times)))
+            async for step, result in steps:
                 text, step = reader.read(step)
                 logprobs = None if result.logprobs is None else TokenLogprob.of(result.logprobs)[: len(step.tokens)]
                 yield Chunk(text, tuple(step.tokens.tolist()), step.masks, logprobs, panel.labels)
@@ -214,9 +261,36 @@ class Engine:
                 statistics=_statistics(session, panel, times, prefill, stores, warnings + panel.problems),
             )
 
+    async def check_default_corpora(self) -> None:
+        """Open them, so that the first request need not; one that cannot be used is a warning in the log."""
+        for name in self._config.corpora.default:
+            try:
+                self._corpora.release(await self._corpora.acquire(name, DEFAULT_TENANT))
+            except (NotFound, CorpusUnusable) as error:
+                self._warn_once(f"serving without corpus {name}: {error}")
+
     async def close(self) -> None:
         """Close the corpora; the target belongs to whoever made it."""
         self._corpora.close()
+
+    async def _encode(self, text: str) -> NDArray[np.int32]:
+        """The text's ids; a long one's are found on a thread, while the event loop serves others."""
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text)
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    def _calibration(self, tenant: str) -> Calibration:
+        """What was learned from this tenant's requests, and no other's; of many tenants the latest are remembered."""
+        calibration = self._calibrations.setdefault(tenant, Calibration())
+        self._calibrations.move_to_end(tenant)
+        if len(self._calibrations) > _MAX_TENANTS:
+            self._calibrations.popitem(last=False)
+        return calibration
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning("%s", message)
 
     def _choose_drafters(self, request: GenerationRequest) -> tuple[list[Drafter], int]:
         """The drafters for a request and its most nodes. Raises InvalidRequest for a source this server does not run."""
@@ -233,27 +307,29 @@ class Engine:
             return [], 0
         return [self._drafters[name] for name in names], max_nodes
 
-    def _pin(
+    async def _pin(
         self, request: GenerationRequest, drafters: Sequence[Drafter], stack: AsyncExitStack
     ) -> tuple[dict[str, Datastore], list[str]]:
         """The datastores a request drafts from, released with `stack`, and warnings for those it must do without.
 
-        Raises NotFound for a corpus that the request names and that is not there, CorpusUnusable if it requires them.
+        Those it names are looked at even if nothing is drafted. Raises NotFound for one that the request names and that is not
+        there, and CorpusUnusable or NotFound for any if it requires them.
         """
         options = request.speculation
-        named = options.corpora is not None
-        names = self._config.corpora.default if options.corpora is None else options.corpora
+        used = any(drafter.name == "corpus" for drafter in drafters)
+        names = options.corpora
+        if names is None:
+            names = self._config.corpora.default if used or options.require_corpus else ()
         stores: dict[str, Datastore] = {}
         warnings: list[str] = []
-        used = any(drafter.name == "corpus" for drafter in drafters)
         for name in names:
             try:
-                store = self._corpora.acquire(name, request.tenant)
+                store = await self._corpora.acquire(name, request.tenant)
             except (NotFound, CorpusUnusable) as error:
-                if options.require_corpus or (named and isinstance(error, NotFound)):
+                if options.require_corpus or (options.corpora is not None and isinstance(error, NotFound)):
                     raise
-                log.warning("serving without corpus %s: %s", name, error)
                 warnings.append(f"served without corpus {name}: {error}")
+                self._warn_once(f"serving without corpus {name}: {error}")
                 continue
             stack.callback(self._corpora.release, store)
             if used:
@@ -354,9 +430,10 @@ async def open_engine(config: Config) -> AsyncIterator[Engine]:
             stack.callback(ended.cancel)
         kernels.warmup()
         retriever_kernels.warmup()
-        engine = Engine(config, target, tokenizer)
+        engine = Engine(config, target, tokenizer, verify_corpora=True)
         engine.worker_ended = ended
         stack.push_async_callback(engine.close)
+        await engine.check_default_corpora()
         yield engine
 
 
@@ -371,10 +448,13 @@ def serve(config: Config) -> int:
 
     Raises ConfigError, ModelError, Unavailable before it listens.
     """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("draftloom").setLevel(logging.INFO)
     return asyncio.run(_serve(config))
 
 
 async def _serve(config: Config) -> int:
+    _check_port(config)
     async with open_engine(config) as engine:
         server = create_server(engine, config.address)
         await server.start()
@@ -390,3 +470,16 @@ async def _serve(config: Config) -> int:
         await server.drain(0)
         serving.cancel()
         return 1
+
+
+def _check_port(config: Config) -> None:
+    """Raise ConfigError for a port that cannot be had, before a model is loaded for nothing; whoever takes it later loses."""
+    host, port = config.server.host, config.server.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on: {config.address}: {error.strerror}; choose another with server.port"
+            ) from None

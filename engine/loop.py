@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from engine.drafters.panel import Panel
@@ -22,7 +22,7 @@ class Times:
 
 async def decode(
     session: Session, panel: Panel, sequence: TargetSequence, times: Times
-) -> AsyncIterator[tuple[Step, StepResult]]:
+) -> AsyncGenerator[tuple[Step, StepResult], None]:
     """Yield every committed step until the session has finished, or its reader cuts it.
 
     Whatever the panel does, the tokens are the target's own. Raises what `sequence.step` raises.

@@ -234,6 +234,15 @@ class Datastore:
         """
         return [problem for segment in self._mapped() for problem in self._check_segment(segment, full)]
 
+    def altered(self) -> list[Problem]:
+        """The files that are not what was written, by their checksums; an empty list if all are.
+
+        Reads every byte, from the files and not through the mappings: a thread that waits for the disk then holds nobody up.
+        Raises OSError where a file cannot be read, Closed.
+        """
+        files = [file for segment in self._mapped() for file in segment.files.values()]
+        return [Problem(str(file.path), "content was altered") for file in files if file.altered()]
+
     def prefetch(self) -> None:
         """Ask the system to read the files into memory; returns at once. Raises Closed."""
         for segment in self._mapped():

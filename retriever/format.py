@@ -174,6 +174,15 @@ class MappedFile:
             raise BadManifest(path, "file is missing") from None
         return MappedFile(path, header, mapping, np.frombuffer(mapping, np.uint8)[HEADER.size :])
 
+    def altered(self) -> bool:
+        """`damaged`, but of the file as it lies on disk, not of the mapping. Raises OSError."""
+        digest = xxhash.xxh3_64()
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(HEADER.size)
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        return digest.intdigest() != self.header.payload_checksum
+
     def damaged(self) -> bool:
         """Whether the payload differs from what was written. Reads all of it."""
         digest = xxhash.xxh3_64()
