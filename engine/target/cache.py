@@ -51,6 +51,11 @@ class KVTable:
         self.blocks = np.zeros(0, np.int32)
         self._storage = storage
 
+    @property
+    def room(self) -> int:
+        """How many positions beyond the committed ones could be reserved, as things stand."""
+        return (len(self.blocks) + self._storage.num_free) * BLOCK - self.length
+
     def reserve(self, num_rows: int) -> None:
         """Make room for `num_rows` beyond the committed positions. Raises Exhausted, changing nothing, when there is none."""
         missing = -(-(self.length + num_rows) // BLOCK) - len(self.blocks)

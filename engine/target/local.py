@@ -131,7 +131,7 @@ class LocalTarget:
         return result
 
     def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | Exception | None]:
-        """One pass. A sequence that finds no KV memory gets the error alone; the others go on."""
+        """One pass. A tree is cut to the KV memory left; a sequence without room for its root gets the error alone."""
         start = time.perf_counter()
         chunk_rows = sum(len(work.chunk) for work in works if work.chunk is not None)
         cut = iter(
@@ -145,7 +145,10 @@ class LocalTarget:
         answers: list[StepResult | Exception | None] = [None] * len(works)
         packed: list[_Packed] = []
         for i, work in enumerate(works):
-            rows = _Packed.of_chunk(i, work.chunk) if work.chunk is not None else _Packed.of_tree(i, next(cut))
+            if work.chunk is not None:
+                rows = _Packed.of_chunk(i, work.chunk)
+            else:
+                rows = _Packed.of_tree(i, next(cut).cut(work.owner.table.room))
             try:
                 work.owner.table.reserve(len(rows.tokens))
             except Exhausted as error:
@@ -176,14 +179,18 @@ class LocalTarget:
             if rows.tree is None:
                 owner.table.keep(np.arange(len(rows.tokens), dtype=np.int32))
             else:
-                answers[rows.index] = owner.finish_step(rows.tree, logits[first : first + len(rows.tree)], curve, seconds)
+                mine = logits[first : first + len(rows.tree)]
                 first += len(rows.tree)
+                try:
+                    answers[rows.index] = owner.finish_step(rows.tree, mine, curve, seconds)
+                except Exception as error:  # one sequence's sampling is no other's concern
+                    answers[rows.index] = error
         return answers
 
     def _measure(self) -> None:
         """Time passes of every size on a made-up sequence."""
         table = KVTable(self.storage)
-        context = min(_MEASURE_CONTEXT, self.info.context_length // 2)
+        context = min(_MEASURE_CONTEXT, self.info.context_length - max(CostMeter.ROWS))
         try:
             self._pass_of(table, context)
             table.keep(np.arange(context, dtype=np.int32))
@@ -234,8 +241,9 @@ class LocalSequence:
         tree.validate(self._target.info.vocab_size)
         if tree.position != self.table.length or tree.tokens[0] != self._root:
             raise ValueError(f"the root must be the last committed token, at position {self.table.length}: {tree.position}")
+        tree = tree.cut(self._target.info.max_rows)
         room = self._target.info.context_length - tree.position
-        return await self._target.verify(self, tree.cut(self._target.info.max_rows) if room > 64 else _shallow(tree, room))
+        return await self._target.verify(self, tree if len(tree) <= room else _shallow(tree, room))
 
     def finish_step(
         self, tree: CandidateTree, logits: NDArray[np.float32], curve: CostCurve | None, seconds: float

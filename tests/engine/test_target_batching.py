@@ -134,7 +134,10 @@ def piece(count: int = 4) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.zeros(count, np.int32)
 
 
-def play(body: Callable[[Batcher[str, str], Log], Awaitable[None]], answer: Callable[[str], str | Exception] = str.upper) -> Log:
+Body = Callable[[Batcher[str, str], Log], Awaitable[None]]
+
+
+def play(body: Body, answer: Callable[[str], str | Exception] = str.upper) -> Log:
     """Run `body` with a batcher whose passes are noted: per pass, who was in it (chunks as name+)."""
     log: Log = []
 
