@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.target.quantize import Int8Matrix
 from tests.engine import tiny
 from tests.engine.tiny import Bench, chain, path_to, random_parents
 
@@ -75,6 +76,20 @@ def test_a_row_does_not_feel_how_many_there_are() -> None:
         with tiny.num_threads(count % 3 + 1):
             (logits,) = bench.run((table, tokens, np.full(count, -1, np.int32)))
         assert np.array_equal(logits[at], expected)
+
+
+def test_a_range_shared_by_all_rows_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the pinned columns, dynamic quantization takes its range from the whole batch, and rows feel each other."""
+    honest = Int8Matrix.scaled_product
+
+    def unpinned(matrix: Int8Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        rows[:, matrix.width :] = 0.0
+        return honest(matrix, rows)
+
+    bench = Bench(tiny.model("llama", "int8"))
+    monkeypatch.setattr(Int8Matrix, "scaled_product", unpinned)
+    text = text_of(1, 20, bench.model.vocab_size)
+    assert not np.array_equal(bench.read(bench.table(), text), bench.read(bench.table(), text, 1))
 
 
 def test_other_dtypes_do_not_promise_it() -> None:

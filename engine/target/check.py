@@ -82,8 +82,8 @@ class _WatchedPass(Pass):
                 f"layer {layer} has kv heads or a head width that the config does not say ({heads} x {dim}): "
                 f"{keys.shape[0]} x {keys.shape[2]}"
             )
-        if dim % 4:
-            raise ModelError(f"attention heads must have a width that is a multiple of 4: {dim}; choose another model")
+        if dim % 16:
+            raise ModelError(f"attention heads must have a width that is a multiple of 16: {dim}; choose another model")
         super().store(layer, keys, values)
 
     def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:

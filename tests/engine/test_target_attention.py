@@ -55,11 +55,11 @@ def test_the_models_of_these_tests_can_tell_a_wrong_mask() -> None:
 def test_a_pass_is_laid_out_as_its_parts_say(length: int) -> None:
     """Attention of a whole pass, over shuffled blocks and on several threads, is each part's dense attention."""
     rng = np.random.default_rng(length)
-    storage = KVStorage(1, 2, 8, 12 * 8 * 2 * 8 * BLOCK)
+    storage = KVStorage(1, 2, 16, 12 * 8 * 2 * 16 * BLOCK)
     storage._free = rng.permutation(storage.num_blocks).tolist()
     shapes = [random_parents(rng, 9), chain(70), random_parents(rng, 1)]
     lengths = [length, 3, length + 1]
-    prefixes = [rng.standard_normal((2, 2, count, 8)).astype(np.float32) for count in lengths]
+    prefixes = [rng.standard_normal((2, 2, count, 16)).astype(np.float32) for count in lengths]
     tables = [KVTable(storage) for _ in shapes]
     for table, prefix, parents in zip(tables, prefixes, shapes, strict=True):
         count = prefix.shape[2]
@@ -69,8 +69,8 @@ def test_a_pass_is_laid_out_as_its_parts_say(length: int) -> None:
             table.keep(np.arange(count, dtype=np.int32))
         table.reserve(len(parents))
     num_rows = sum(map(len, shapes))
-    query = rng.standard_normal((4, num_rows, 8)).astype(np.float32)
-    new = rng.standard_normal((2, 2, num_rows, 8)).astype(np.float32)
+    query = rng.standard_normal((4, num_rows, 16)).astype(np.float32)
+    new = rng.standard_normal((2, 2, num_rows, 16)).astype(np.float32)
     rows = Pass(storage, [Part(table, parents) for table, parents in zip(tables, shapes, strict=True)])
     rows.store(0, new[0], new[1])
     found = []

@@ -173,7 +173,7 @@ def test_attention_is_dense_attention_under_the_trees_mask(heads: tuple[int, int
 
 def test_attention_stays_finite_for_scores_of_any_size() -> None:
     """Scores of thousands, and a sharp peak among them, give what float64 gives."""
-    query, new = random(2, 3, 8, scale=60.0), random(2, 2, 40 + 3, 8, seed=4, scale=60.0)
+    query, new = random(2, 3, 16, scale=60.0), random(2, 2, 40 + 3, 16, seed=4, scale=60.0)
     parents = np.array([-1, 0, 0], np.int32)
     found = attend(query, new, 40, parents, np.array([0], np.int32), 0, 1.0)
     expected = oracles.attend(query, new[0], new[1], oracles.visible(parents, 40, 0), 1.0)

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "keys .* and values",
     ),
     "gpt-bigcode": ("GPTBigCodeConfig", {}, "kv heads"),
-    "odd heads": ("LlamaConfig", {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3}, "multiple of 4: 10"),
+    "odd heads": ("LlamaConfig", {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3}, "multiple of 16: 10"),
 }
 
 
