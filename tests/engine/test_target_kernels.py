@@ -158,14 +158,14 @@ TREE = np.array([-1, 0, 0, 1, 3, 0, 2, 6, 4, 8, 8], np.int32)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 70])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
-def test_attention_is_dense_attention_under_the_trees_mask(heads: tuple[int, int], window: int) -> None:
+@pytest.mark.parametrize(("heads", "dim"), [((4, 4), 16), ((4, 2), 64), ((6, 1), 80)], ids=str)
+def test_attention_is_dense_attention_under_the_trees_mask(heads: tuple[int, int], dim: int, window: int) -> None:
     """For grouped and single kv heads, any prefix around block borders, with and without a window: the float64 twin."""
     for length in [0, 1, 63, 64, 65, 127, 128, 129]:
         rng = np.random.default_rng(length)
         table = rng.permutation(7).astype(np.int32)[:3]
-        query = random(heads[0], len(TREE), 16, seed=1)
-        new = random(2, heads[1], length + len(TREE), 16, seed=2, scale=2.0)
+        query = random(heads[0], len(TREE), dim, seed=1)
+        new = random(2, heads[1], length + len(TREE), dim, seed=2)
         found = attend(query, new, length, TREE, table, window, 0.25)
         expected = oracles.attend(query, new[0], new[1], oracles.visible(TREE, length, window), 0.25)
         assert np.allclose(found, expected, rtol=2e-5, atol=2e-5)
@@ -180,11 +180,11 @@ def test_attention_stays_finite_for_scores_of_any_size() -> None:
     assert np.isfinite(found).all() and np.allclose(found, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_a_rows_attention_depends_on_its_logical_sequence_only(window: int) -> None:
+@pytest.mark.parametrize(("dim", "window"), [(16, 0), (64, 20), (80, 0)])
+def test_a_rows_attention_depends_on_its_logical_sequence_only(dim: int, window: int) -> None:
     """Where the prefix ends, which blocks it has, what siblings stand between, and how rows are tiled change no bit."""
     total = 133
-    query, new = random(4, total, 16, seed=7), random(2, 2, total, 16, seed=8, scale=2.0)
+    query, new = random(4, total, dim, seed=7), random(2, 2, total, dim, seed=8, scale=2.0)
     chain = np.arange(-1, total - 1, dtype=np.int32)
     expected = attend(query, new, 0, chain, np.arange(3, dtype=np.int32), window, 0.25)
     rng = np.random.default_rng(3)

@@ -306,3 +306,19 @@ def test_an_mlp_with_a_further_part_is_left_alone() -> None:
     assert model._is_gated_mlp(mlp)
     mlp.inner_norm = torch.nn.Identity()
     assert not model._is_gated_mlp(mlp)
+
+
+@pytest.mark.parametrize("name", tiny.KINDS)
+def test_layers_as_a_whole_compute_what_their_modules_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a whole decoder layer is exchanged, its bits are those of the layer whose modules are exchanged one by one."""
+    kind = tiny.KINDS[name]
+    whole = Bench(tiny.model(name, "int8"))
+    monkeypatch.setattr(model, "_WINDOWS", {}, raising=False)
+    network = tiny.build(kind.config, **kind.settings)
+    single = Bench(prepare(network, "int8"))
+    for bench in (whole, single):
+        assert bench.model.strict
+    tables = [bench.table() for bench in (whole, single)]
+    assert np.array_equal(*(bench.read(table, PREFIX, 5) for bench, table in zip((whole, single), tables, strict=True)))
+    found = [bench.run((table, TOKENS, TREE))[0] for bench, table in zip((whole, single), tables, strict=True)]
+    assert np.array_equal(*found)
