@@ -70,6 +70,20 @@ class Pass:
                 part.table.blocks, part.table.length,
             )  # fmt: skip
 
+    def rotate_and_store(
+        self,
+        layer: int,
+        product: NDArray[np.float32],
+        scale: NDArray[np.float32],
+        bias: NDArray[np.float32],
+        cos: NDArray[np.float32],
+        sin: NDArray[np.float32],
+        query: NDArray[np.float32],
+    ) -> None:
+        """As `store`, from the unscaled product of q, k and v, rotating on the way; fills `query`. See the kernel so named."""
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        kernels.rotate_and_store(product, scale, bias, cos, sin, query, keys, values, self.tables, self.sequences, self.firsts)
+
     def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:
         """float32 [rows, heads, head dim], for query [heads, rows, head dim]."""
         return threads.attend(
@@ -91,6 +105,11 @@ def _ancestors(parents: NDArray[np.int32]) -> list[NDArray[np.int32]]:
 
 
 _current: ContextVar[Pass] = ContextVar("draftloom_pass")
+
+
+def current() -> Pass:
+    """The pass that is running."""
+    return _current.get()
 
 
 @contextmanager
@@ -133,7 +152,7 @@ def tree_attention(
     if unknown or key.shape != value.shape or query.shape[0] != 1:
         what = ", ".join(unknown) or f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
         raise ModelError(f"{type(module).__name__} uses attention that this worker does not do: {what}")
-    rows = _current.get()
+    rows = current()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     rows.store(layer, _array(key), _array(value))
     window = kwargs.get("sliding_window") or 0

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,6 +145,9 @@ def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype
     if type(embedding) is nn.Embedding:
         network.set_input_embeddings(quantize.StoredEmbedding(embedding.weight.to(stored)))
     for name, module in list(network.named_modules()):
+        if type(module).__name__ in _WINDOWS and _is_gated_mlp(module.mlp) and _is_rms_norm(module.input_layernorm):
+            _replace(network, name, quantize.Int8DecoderLayer(module, _WINDOWS[type(module).__name__](module.self_attn) or 0))
+    for name, module in list(network.named_modules()):
         if _is_gated_mlp(module):
             _replace(network, name, quantize.Int8GatedMLP(module.gate_proj, module.up_proj, module.down_proj))
         elif _is_rms_norm(module):
@@ -173,9 +177,17 @@ def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype
     return reasons
 
 
+_WINDOWS: dict[str, Callable[[Any], int | None]] = {
+    "LlamaDecoderLayer": lambda mixer: None,
+    "Qwen2DecoderLayer": lambda mixer: mixer.sliding_window,
+    "MistralDecoderLayer": lambda mixer: mixer.config.sliding_window,
+}
+"""Layers that `quantize.Int8DecoderLayer` can stand in for, and where each keeps its sliding window."""
+
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 _STRICT = (
+    quantize.Int8DecoderLayer,
     quantize.Int8Linear,
     quantize.Int8GatedMLP,
     quantize.StrictRMSNorm,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from engine.errors import ModelError
-from engine.target import kernels
+from engine.target import attention, kernels
 
 PADDING = 4
 """Extra input columns: +1, -1, and zeros that keep the width a multiple of four."""
@@ -57,8 +58,7 @@ class Int8Matrix:
 
     def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """float32 [n, width] -> [n, out]."""
-        rows = np.empty((len(x), self.width + PADDING), np.float32)
-        scale = np.empty(len(x), np.float32)
+        rows, scale = _padded(self, len(x))
         kernels.scale_rows(x, rows, scale)
         result = self.scaled_product(rows)
         kernels.unscale_rows(result, scale, self.bias)
@@ -151,16 +151,76 @@ class Int8GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self._in.width).numpy()
-        rows = np.empty((len(flat), self._in.width + PADDING), np.float32)
-        scale = np.empty(len(flat), np.float32)
+        rows, scale = _padded(self._in, len(flat))
         kernels.scale_rows(flat, rows, scale)
         inner = self._in.scaled_product(rows)
-        rows = np.empty((len(flat), self._out.width + PADDING), np.float32)
-        inner_scale = np.empty(len(flat), np.float32)
+        rows, inner_scale = _padded(self._out, len(flat))
         kernels.silu_gate(inner, scale, rows, inner_scale)
         result = self._out.scaled_product(rows)
         kernels.unscale_rows(result, inner_scale, _NO_BIAS)
         return torch.from_numpy(result).view(x.shape)
+
+
+class Int8DecoderLayer(nn.Module):
+    """A decoder layer of the Llama kind, x + attention(norm(x)), then x + mlp(norm(x)), as four products and six kernels.
+
+    It computes what the layer it replaces would compute with the modules above, without their overhead, which for a small model
+    is most of the time. `window` is the sliding window, 0 for none.
+    """
+
+    def __init__(self, layer: Any, window: int) -> None:
+        super().__init__()
+        mixer, mlp = layer.self_attn, layer.mlp
+        self._index = int(mixer.layer_idx)
+        self._window = window
+        self._dim = int(mixer.head_dim)
+        self._scale = float(mixer.scaling)
+        projections = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+        self._qkv = Int8Matrix([part.weight for part in projections], [part.bias for part in projections])
+        self._o = Int8Matrix([mixer.o_proj.weight], [mixer.o_proj.bias])
+        self._gate_up = Int8Matrix([mlp.gate_proj.weight, mlp.up_proj.weight], [None, None])
+        self._down = Int8Matrix([mlp.down_proj.weight], [None])
+        self._norms = [_norm_parts(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
+    ) -> torch.Tensor:
+        rows = attention.current()
+        x = hidden_states[0].numpy()
+        cos, sin = (table[0].numpy() for table in position_embeddings)
+        product, scale = self._normed(self._qkv, x, 0)
+        query = np.empty((self._qkv.sizes[0] // self._dim, len(x), self._dim), np.float32)
+        rows.rotate_and_store(self._index, product, scale, self._qkv.bias, cos, sin, query)
+        mixed = rows.attend(self._index, query, self._window, self._scale).reshape(len(x), -1)
+        scaled, scale = _padded(self._o, len(x))
+        kernels.scale_rows(mixed, scaled, scale)
+        middle = np.empty_like(x)
+        kernels.add_rows(x, self._o.scaled_product(scaled), scale, self._o.bias, middle)
+        product, scale = self._normed(self._gate_up, middle, 1)
+        scaled, inner = _padded(self._down, len(x))
+        kernels.silu_gate(product, scale, scaled, inner)
+        out = np.empty_like(x)
+        kernels.add_rows(middle, self._down.scaled_product(scaled), inner, _NO_BIAS, out)
+        return torch.from_numpy(out)[None]
+
+    def _normed(
+        self, matrix: Int8Matrix, x: NDArray[np.float32], which: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The product with normalized rows, still to be scaled, and the scales."""
+        weight, eps = self._norms[which]
+        scaled, scale = _padded(matrix, len(x))
+        kernels.norm_rows(x, weight, eps, scaled, scale)
+        return matrix.scaled_product(scaled), scale
+
+
+def _padded(matrix: Int8Matrix, num_rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Room for a product's scaled and padded input, and its scales."""
+    return np.empty((num_rows, matrix.width + PADDING), np.float32), np.empty(num_rows, np.float32)
+
+
+def _norm_parts(norm: Any) -> tuple[NDArray[np.float32], np.float32]:
+    """Weight and epsilon of an RMS norm as in Llama."""
+    return norm.weight.detach().float().contiguous().numpy(), np.float32(norm.variance_epsilon)
 
 
 class StrictRMSNorm(nn.Module):

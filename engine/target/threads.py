@@ -16,34 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from engine.target import kernels
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An integer address as a pointer, for carray."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _take(typing_context: Any, address: Any) -> Any:
-    """Atomically read the int64 at an address and add one to it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = context.get_value_type(types.int64)
-        pointer = builder.inttoptr(args[0], word.as_pointer())
-        return builder.atomic_rmw("add", pointer, context.get_constant(types.int64, 1), "monotonic")
-
-    return types.int64(types.int64), generate
 
 
 def _load_openmp() -> Callable[..., None] | None:
@@ -75,32 +50,6 @@ def address(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-_ATTEND_FIELDS = 22
-
-
-@cfunc(types.void(types.voidptr), cache=True, nopython=True)  # type: ignore[untyped-decorator]
-def _attend(data: Any) -> None:
-    """Take items of `kernels.attend_item` until none is left. The fields of `data` are those of `Attention.args`."""
-    a = carray(data, (_ATTEND_FIELDS,), np.int64)
-    heads, rows, dim, kv_heads, blocks = a[11], a[12], a[13], a[14], a[15]
-    query = carray(_pointer(a[2]), (heads, rows, dim), np.float32)
-    keys = carray(_pointer(a[3]), (blocks, kv_heads, dim, kernels.BLOCK), np.float32)
-    values = carray(_pointer(a[4]), (blocks, kv_heads, kernels.BLOCK, dim), np.float32)
-    out = carray(_pointer(a[5]), (rows, heads, dim), np.float32)
-    items = carray(_pointer(a[6]), (a[1], 4), np.int32)
-    tables = carray(_pointer(a[7]), (a[16],), np.int32)
-    sequences = carray(_pointer(a[8]), (a[17], 3), np.int32)
-    starts = carray(_pointer(a[9]), (rows + 1,), np.int32)
-    ancestors = carray(_pointer(a[10]), (a[18],), np.int32)
-    scale = carray(_pointer(a[19]), (1,), np.float32)[0]
-    counter = a[20]
-    while True:
-        item = _take(counter)
-        if item >= a[1]:
-            break
-        kernels.attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[21], scale, out)
-
-
 def attend(
     query: NDArray[np.float32],
     keys: NDArray[np.float32],
@@ -126,5 +75,5 @@ def attend(
         ],
         np.int64,
     )  # fmt: skip
-    run(_attend, args)
+    run(kernels.attend_entry, args)
     return out
