@@ -18,6 +18,8 @@ from engine.target.attention import KEY, Part, Pass
 from engine.target.cache import KVStorage, KVTable
 from engine.target.model import Model, prepare
 
+torch.set_num_threads(1)  # so small a model only loses by more, and minutes on a busy machine; `num_threads` sets others
+
 CONTEXT = 384
 """Positions a tiny model knows: some more than five blocks of KV storage."""
 
