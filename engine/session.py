@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.calibration import Calibration, Credit
-from engine.tree import CandidateTree, CostCurve, Draft, best_size, merge
+from engine.tree import CandidateTree, CostCurve, Draft, best_size, merge, with_room
 
 if TYPE_CHECKING:
     from engine.target import StepResult
@@ -116,7 +116,7 @@ class Session:
             for kind, draft in zip(self._kinds, drafts, strict=True)
         ]
         tree = merge(calibrated, self._credit.weights.tolist(), root, position, self._max_nodes)
-        self._tree = tree.cut(1 + best_size(tree.probs[1:], curve))
+        self._tree = tree.cut(1 + with_room(best_size(tree.probs[1:], curve)))
         return self._tree
 
     def commit(self, result: StepResult) -> Step:

@@ -219,6 +219,11 @@ def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int 
     return int(np.argmax(gain / seconds))
 
 
+def with_room(size: int) -> int:
+    """A little more than `size` nodes: what the engine sends, so that a worker that knows better can take more."""
+    return size + size // 2 + 2
+
+
 def merge(
     drafts: Sequence[Draft],
     weights: Sequence[float],

@@ -15,62 +15,77 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.tree import CandidateTree, CostCurve, best_size
+from engine.tree import CandidateTree, CostCurve, best_size, with_room
 
 Owner = TypeVar("Owner")
 Answer = TypeVar("Answer")
 
 
 class CostMeter:
-    """The cost curve, measured: seconds for each number of rows, the times of passes blended in as they come.
+    """The cost curve, measured at start and kept up to date by every pass.
 
-    A single odd pass moves it little: what is blended in is clipped to half and twice the present value.
+    Other work on the machine can only make a pass slower, so lower readings count more than higher ones: at start the least of
+    several rounds, later a faster blend downwards than upwards. A pass between two points of the curve moves both, by their
+    nearness. What the curve says too much is expensive would never be tried again; so now and then `explores` asks for a larger
+    tree than pays.
     """
 
     ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    _BLEND = 0.05
+    _DOWN, _UP = 0.25, 0.03
+    _EXPLORE_EVERY = 16
 
     def __init__(self) -> None:
         self._rows = np.array(self.ROWS, np.int32)
         self._seconds = np.full(len(self.ROWS), np.nan)
         self._frozen: CostCurve | None = None
+        self._num_passes = 0
 
-    def calibrate(self, run: Callable[[int], None], repeats: int = 3) -> None:
-        """Time `run(rows)` for every number of rows, keeping the least of `repeats`."""
-        for i, rows in enumerate(self.ROWS):
-            run(rows)
-            best = np.inf
-            for _ in range(repeats):
+    def calibrate(self, run: Callable[[int], None], rounds: int = 4) -> None:
+        """Time `run(rows)` for every number of rows, in rounds, keeping the least: a disturbance hits one round of each."""
+        self._seconds[:] = np.inf
+        for _ in range(rounds):
+            for i, rows in enumerate(self.ROWS):
                 start = time.perf_counter()
                 run(rows)
-                best = min(best, time.perf_counter() - start)
-            self._seconds[i] = best
+                self._seconds[i] = min(self._seconds[i], time.perf_counter() - start)
 
     def freeze(self, curve: CostCurve | None) -> None:
         """Use this curve from now on, whatever passes take; None goes back to what was measured."""
         self._frozen = curve
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A pass of `rows` rows took so long."""
-        i = int(np.searchsorted(self._rows, rows))
-        if self._frozen is not None or i == len(self._rows) or self._rows[i] != rows or np.isnan(self._seconds[i]):
+        """A pass of `rows` rows took so long; what is blended in is at most twice what was expected, and at least half."""
+        self._num_passes += 1
+        if self._frozen is not None or not 1 <= rows <= self.ROWS[-1] or np.isnan(self._seconds[0]):
             return
-        self._seconds[i] += self._BLEND * (min(max(seconds, self._seconds[i] / 2), self._seconds[i] * 2) - self._seconds[i])
+        ratio = min(max(seconds / float(np.interp(rows, self._rows, self._seconds)), 0.5), 2.0)
+        blend = self._DOWN if ratio < 1 else self._UP
+        above = int(np.searchsorted(self._rows, rows))
+        below = max(above - 1, 0)
+        share = 1.0 if above == below else (rows - self._rows[below]) / (self._rows[above] - self._rows[below])
+        self._seconds[above] *= 1 + blend * share * (ratio - 1)
+        self._seconds[below] *= 1 + blend * (1 - share) * (ratio - 1)
+
+    def explores(self) -> bool:
+        """Whether the next pass should be larger than pays, to learn what that costs."""
+        return self._frozen is None and self._num_passes % self._EXPLORE_EVERY == self._EXPLORE_EVERY - 1
 
     def curve(self) -> CostCurve:
-        """The curve as it stands: never falling."""
+        """The curve as it stands, flat while nothing was measured: never falling, since fewer rows cost no more than many."""
         if self._frozen is not None:
             return self._frozen
-        known = ~np.isnan(self._seconds)
-        if not known.any():
+        if np.isnan(self._seconds[0]):
             return CostCurve.flat()
-        return CostCurve(self._rows[known], np.maximum.accumulate(self._seconds[known]))
+        return CostCurve(self._rows, np.minimum.accumulate(self._seconds[::-1])[::-1].copy())
 
 
-def cut_together(trees: Sequence[CandidateTree], curve: CostCurve, max_rows: int, other_rows: int = 0) -> list[CandidateTree]:
+def cut_together(
+    trees: Sequence[CandidateTree], curve: CostCurve, max_rows: int, other_rows: int = 0, explore: bool = False
+) -> list[CandidateTree]:
     """Cut all trees of a pass by one rule: the best nodes of all of them together, as many as pay (DESIGN 5).
 
-    `other_rows` are in the pass anyway (a chunk of a prompt). Every root stays. Ties go to the earlier tree.
+    `other_rows` are in the pass anyway (a chunk of a prompt). Every root stays. Ties go to the earlier tree. To `explore` is to
+    take some more than pay, where there are more.
     """
     if not trees:
         return []
@@ -78,6 +93,8 @@ def cut_together(trees: Sequence[CandidateTree], curve: CostCurve, max_rows: int
     owner = np.repeat(np.arange(len(trees)), [len(tree) - 1 for tree in trees])
     order = np.argsort(-probs, kind="stable")[: max(0, max_rows - len(trees) - other_rows)]
     size = best_size(probs[order], curve, len(trees), other_rows)
+    if explore:
+        size = with_room(size)
     counts = np.bincount(owner[order[:size]], minlength=len(trees))
     return [tree.cut(1 + int(count)) for tree, count in zip(trees, counts, strict=True)]
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.acceptance import walk
 from engine.target import SequenceRequest, StepResult, TargetInfo
+from engine.target.batching import cut_together
 from engine.target.sampling import Sampler, check_request, feedback
 from engine.tree import CandidateTree, CostCurve
 
@@ -95,7 +96,7 @@ class FakeSequence:
         tree.validate(self._target.info.vocab_size)
         if tree.position != len(self._prefix) - 1 or tree.tokens[0] != self._prefix[-1]:
             raise ValueError(f"the root must be the last committed token, at position {len(self._prefix) - 1}: {tree.position}")
-        tree = tree.cut(self._target.info.max_rows)
+        tree = cut_together([tree], self.curve, self._target.info.max_rows)[0]
         rows = np.stack([self._target.logits(self._path(tree, node)) for node in range(len(tree))])
         sampler = self._sampler
         taken = walk(tree, lambda node, emitted: sampler.choose(rows[node], emitted), sampler.limits, sampler.num_emitted)

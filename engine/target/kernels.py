@@ -279,7 +279,7 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
     strides in elements: (a, stride, b, stride, c, stride, number of k).
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def accumulate(typing: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, num: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, index = ir.FloatType(), ir.IntType(64)
@@ -467,7 +467,7 @@ def attend_item(
     attend(query, keys, values, tables[at:], length, begin, end, offset, starts, ancestors, kv, window, scale, out)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:
     """An integer address as a pointer, for carray."""
 
@@ -477,7 +477,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _take(typing_context: Any, address: Any) -> Any:
     """Atomically read the int64 at an address and add one to it."""
 
@@ -492,7 +492,7 @@ def _take(typing_context: Any, address: Any) -> Any:
 _ATTEND_FIELDS = 22
 
 
-@cfunc(types.void(types.voidptr), cache=True, nopython=True)  # type: ignore[untyped-decorator]
+@cfunc(types.void(types.voidptr), cache=True, nopython=True)
 def attend_entry(data: Any) -> None:
     """What each thread runs: take items of `attend_item` until none is left. `threads.attend` fills the fields of `data`.
 

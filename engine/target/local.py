@@ -140,6 +140,7 @@ class LocalTarget:
                 self.curve,
                 self.info.max_rows + chunk_rows,
                 chunk_rows,
+                self.meter.explores(),
             )
         )
         answers: list[StepResult | Exception | None] = [None] * len(works)

@@ -11,6 +11,7 @@ from engine.acceptance import Limits, walk
 from engine.calibration import Calibration
 from engine.session import Session
 from engine.target import StepResult
+from engine.target.batching import cut_together
 from engine.tree import CandidateTree, CostCurve, best_size, merge
 from tests.golden import check
 from tests.golden.notation import draw, parse_draft, parse_tree
@@ -89,7 +90,8 @@ class SessionCommands:
         session, labels = self.session, self.session.labels
         drafts = [None if inputs[label] == "-" else parse_draft(inputs[label]) for label in labels]
         try:
-            tree = session.tree(drafts, curve_of(self.arguments))
+            curve = curve_of(self.arguments)
+            (tree,) = cut_together([session.tree(drafts, curve)], curve, 64)
         except RuntimeError as error:
             return f"refused: {error}"
         step = session.commit(say(tree, ints(inputs["says"]), limits_of(self.arguments), session.num_emitted))

@@ -11,7 +11,7 @@ from engine.acceptance import Limits, walk
 from engine.calibration import Calibration
 from engine.session import Session
 from engine.target import StepResult
-from engine.tree import CandidateTree, CostCurve, Draft
+from engine.tree import CandidateTree, CostCurve, Draft, with_room
 from tests.speculation import chain, random_draft
 
 VOCAB = 5
@@ -97,12 +97,12 @@ def test_a_session_without_sources_decodes_plainly() -> None:
 
 
 def test_the_tree_keeps_to_the_budget_and_to_the_price() -> None:
-    """max_nodes bounds the candidates; rows as dear as a pass leave the root."""
+    """max_nodes bounds the candidates; of rows as dear as a pass, only the worker's room to know better is sent."""
     draft = chain([1, 2, 3, 4], 0.9)
     dear = CostCurve(np.array([1, 2], np.int32), np.array([1.0, 2.0]))
     assert len(session_of(["a"], max_nodes=2).tree([draft], FREE)) == 3
     assert len(session_of(["a"], max_nodes=0).tree([draft], FREE)) == 1
-    assert len(session_of(["a"]).tree([draft], dear)) == 1
+    assert len(session_of(["a"]).tree([draft], dear)) == 1 + with_room(0)
 
 
 def test_a_long_answer_outgrows_the_first_buffer() -> None:
@@ -131,9 +131,8 @@ def test_calibration_is_shared_by_the_parts_of_a_source_and_kept_from_others() -
 def test_proposals_are_scored_whether_verified_or_not() -> None:
     """A source whose nodes were all cut still learns from what was emitted: full information."""
     calibration = Calibration()
-    dear = CostCurve(np.array([1, 2], np.int32), np.array([1.0, 2.0]))
-    session = Session(np.array([1], np.int32), ["corpus"], calibration)
-    session.commit(answer(session.tree([chain([3, 4])], dear), [3]))
+    session = Session(np.array([1], np.int32), ["corpus"], calibration, max_nodes=0)
+    session.commit(answer(session.tree([chain([3, 4])], FREE), [3]))
     assert session.tally.num_verified == 0
     hits, trials = calibration.tables["corpus"]
     assert (hits.sum(), trials.sum()) == (1, 1)
