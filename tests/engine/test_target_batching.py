@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.target import batching
 from engine.target.batching import Batcher, CostMeter, Work, cut_together
-from engine.tree import CandidateTree, CostCurve, Draft, merge
+from engine.tree import CandidateTree, CostCurve, merge, with_room
 from tests.engine import oracles_target as oracles
 from tests.speculation import random_draft
 
@@ -85,7 +86,7 @@ def test_the_curve_is_flat_until_measured_and_may_be_frozen() -> None:
 
 
 def test_calibration_keeps_the_best_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every size is run several times; an interruption of any one run does not count; a dip is smoothed: the curve never falls."""
+    """Every size is run several times; an interruption of one run does not count; a dip is smoothed: the curve never falls."""
     clock, runs = [0.0], list[int]()
 
     def run(rows: int) -> None:
@@ -134,6 +135,38 @@ def test_steady_news_is_believed(monkeypatch: pytest.MonkeyPatch, seconds: float
         meter.observe(64, seconds)
     assert meter.curve().at(64) == pytest.approx(seconds, rel=0.02)
     meter.curve().validate()
+
+
+def test_a_pass_between_two_sizes_moves_both_by_their_nearness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """54 rows lie between 48 and 64: both get dearer, the nearer one by more, all others stay."""
+    meter = measured(monkeypatch)
+    before = meter.curve().seconds.copy()
+    meter.observe(54, 2.0)
+    moved = meter.curve().seconds / before
+    assert moved[-2] > moved[-1] > 1.0 and np.array_equal(moved[:-2], np.ones(len(moved) - 2))
+
+
+def test_now_and_then_a_pass_explores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass in sixteen takes more nodes than pay, where there are more and they fit; with a frozen curve none does."""
+    meter = measured(monkeypatch)
+    turns = []
+    for _ in range(64):
+        turns.append(meter.explores())
+        meter.observe(4, 1.04)
+    assert sum(turns) == 4 and not any(a and b for a, b in pairwise(turns))
+    meter.freeze(CURVES[1])
+    for _ in range(64):
+        assert not meter.explores()
+        meter.observe(4, 1.04)
+
+    dear = CURVES[2]
+    for seed in range(20):
+        trees = trees_of(seed, 2, 8)
+        total = sum(map(len, trees))
+        usual = sum(map(len, cut_together(trees, dear, 64)))
+        more = cut_together(trees, dear, 64, explore=True)
+        assert sum(map(len, more)) == min(total, 2 + with_room(usual - 2))
+        assert sum(map(len, cut_together(trees, dear, 3, explore=True))) <= 3
 
 
 # ---- packing
