@@ -109,16 +109,22 @@ def _largest(x: Any, width: int) -> Any:
 
 @_jit
 def _scale_row(x: Any, width: int, out: Any) -> Any:
-    """out = x[:width] / its largest absolute value (1 for zeros), which is returned; behind it +1, -1 and zeros.
+    """out = x[:width] / its largest absolute value (1 below 1e-30), which is returned; behind it +1, -1 and zeros.
 
-    That padding pins the range that dynamic quantization will see.
+    That padding pins the range that dynamic quantization will see. A row with an infinity or a NaN becomes zeros with the scale
+    NaN: it spoils itself, and not the range of all.
     """
     top = _largest(x, width)
-    if not top > 0.0:
-        top = _ONE
-    inverse = _ONE / top
-    for i in range(width):
-        out[i] = x[i] * inverse
+    if top < np.float32(np.inf):
+        if top < np.float32(1e-30):
+            top = _ONE
+        inverse = _ONE / top
+        for i in range(width):
+            out[i] = x[i] * inverse
+    else:
+        top = np.float32(np.nan)
+        for i in range(width):
+            out[i] = np.float32(0.0)
     out[width] = _ONE
     out[width + 1] = -_ONE
     for i in range(width + 2, len(out)):

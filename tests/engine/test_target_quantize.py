@@ -68,6 +68,18 @@ def test_a_linear_layers_rows_are_their_own(width: int, reduced: bool) -> None:
     assert np.all(np.abs(matrix(x) - expected) <= bound)
 
 
+def test_a_row_that_overflows_spoils_itself_alone(reduced: bool) -> None:
+    """Infinities and NaNs answer NaN, numbers too small to invert answer about 0, and every other row is what it was."""
+    matrix = Int8Matrix([random(40, 64, seed=1)], [None])
+    x = random(8, 64, seed=2).numpy()
+    expected = matrix(x)
+    x[1, 5], x[3, 0], x[4, 63] = np.inf, np.nan, -np.inf
+    x[6] = 1e-40
+    found = matrix(x)
+    assert np.isnan(found[[1, 3, 4]]).all() and np.abs(found[6]).max() < 1e-20
+    assert np.array_equal(found[[0, 2, 5, 7]], expected[[0, 2, 5, 7]])
+
+
 def test_several_layers_side_by_side_are_each_by_itself() -> None:
     """q, k and v as one matrix give the bits that each gives alone, biases only where there are any."""
     weights = [random(24, 64, seed=1), random(8, 64, seed=2, scale=9.0), random(8, 64, seed=3)]
