@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -225,7 +225,10 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See engine.requests.Engine."""
         request.validate(self.info.vocab_size)
-        prompt = await self._encode(request.prompt) if isinstance(request.prompt, str) else request.prompt.astype(np.int32)
+        if isinstance(request.prompt, str):
+            prompt = await _encode(self.tokenizer.encode_prompt, request.prompt)
+        else:
+            prompt = request.prompt.astype(np.int32)
         if not len(prompt):
             raise InvalidRequest("prompt is empty once tokenized: give some text", "prompt")
         wanted = SequenceRequest(
@@ -234,7 +237,7 @@ class Engine:
         async with AsyncExitStack() as stack:
             drafters, max_nodes = self._choose_drafters(request)
             stores, warnings = await self._pin(request, drafters, stack)
-            prediction = await self._encode(request.speculation.prediction if drafters else "")
+            prediction = await _encode(self.tokenizer.encode, request.speculation.prediction if drafters else "")
             began = time.perf_counter()
             sequence = await stack.enter_async_context(self._target.open(wanted))
             prefill = time.perf_counter() - began
@@ -272,12 +275,6 @@ class Engine:
     async def close(self) -> None:
         """Close the corpora; the target belongs to whoever made it."""
         self._corpora.close()
-
-    async def _encode(self, text: str) -> NDArray[np.int32]:
-        """The text's ids; a long one's are found on a thread, while the event loop serves others."""
-        if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
 
     def _calibration(self, tenant: str) -> Calibration:
         """What was learned from this tenant's requests, and no other's; of many tenants the latest are remembered."""
@@ -335,6 +332,11 @@ class Engine:
             if used:
                 stores[name] = store
         return stores, warnings
+
+
+async def _encode(encode: Callable[[str], NDArray[np.int32]], text: str) -> NDArray[np.int32]:
+    """The text's ids; a long one's are found on a thread, while the event loop serves others."""
+    return encode(text) if len(text) < _LONG_TEXT else await asyncio.to_thread(encode, text)
 
 
 class _Reader:

@@ -127,6 +127,17 @@ class Tokenizer:
         """
         return _ids(self._encoder(special).encode(text, add_special_tokens=False))
 
+    def encode_prompt(self, text: str) -> NDArray[np.int32]:
+        """The ids of a text that begins a sequence: `encode`, after what the model expects in front of it (BOS, if any)."""
+        return np.concatenate([self._lead_in, self.encode(text)])
+
+    @cached_property
+    def _lead_in(self) -> NDArray[np.int32]:
+        """The control tokens that the tokenizer's own post-processing puts in front of a text."""
+        ids = _ids(self._plain.encode("a", add_special_tokens=True))
+        ordinary = np.flatnonzero(~np.isin(ids, list(self.special_ids)))
+        return ids[: ordinary[0]] if len(ordinary) else ids[:0]
+
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[NDArray[np.int32]]:
         """`encode` for each text, on all cores."""
         return [_ids(e) for e in self._encoder(special).encode_batch_fast(list(texts), add_special_tokens=False)]

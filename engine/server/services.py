@@ -71,9 +71,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> GenerationRequest:
         """Conversion encodes a chat, so it leaves the event loop."""
         engine = self._engine
-        return await asyncio.to_thread(
-            wire.request_from_wire, message, tenant_of(context), engine.info, engine.tokenizer
-        )
+        return await asyncio.to_thread(wire.request_from_wire, message, tenant_of(context), engine.info, engine.tokenizer)
 
     async def _events(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """The engine's events, with fields in its errors named as the .proto names them; one line in the log at the end."""

@@ -97,6 +97,18 @@ def test_ids_outside_the_vocabulary_have_no_text() -> None:
         BYTE_LEVEL.token_bytes(-1)
 
 
+def test_a_prompt_begins_as_the_model_expects() -> None:
+    """Where the tokenizer puts BOS in front of a text, a prompt has it, and only a prompt."""
+    library = tokenizers.Tokenizer.from_str(tiny_tokenizers.sentencepiece())
+    ends = [("<s>", 1), ("</s>", 2)]
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    with_bos, without = Tokenizer(library.to_str()), SENTENCEPIECE
+    text = "the fox"
+    assert with_bos.encode(text).tolist() == without.encode(text).tolist() == without.encode_prompt(text).tolist()
+    assert with_bos.encode_prompt(text).tolist() == [1, *without.encode(text).tolist()]
+    assert with_bos.encode_prompt("").tolist() == [1]
+
+
 def test_nothing_in_nothing_out() -> None:
     """Empty text has no ids, no ids have empty text."""
     assert BYTE_LEVEL.encode("").shape == (0,) and BYTE_LEVEL.decode([]) == "" and BYTE_LEVEL.encode_batch([]) == []
