@@ -6,6 +6,9 @@ up, and of the continuations those are kept that begin with the text taken off. 
 spelled anew, in the tokens that may follow the prompt ("n"), and the continuation goes on below. (Token healing turned
 round: the prompt stays as it is, so the answer does.)
 
+A model has hardly seen words in such tokens either: small ones often say something else than "n". So the spelled tokens are
+counted 0 times, as a way of writing that the text looked up does not have: calibration learns by itself how far to trust it.
+
 It is done before the first step only, whatever the last character is: a bracket, the end of a line, or the spaces that indent
 the next, are as often the beginning of a longer token as half a word is. Once the word is completed as drafted, lookups see it
 in the tokens that whole texts have, so that long matches reach over it.
@@ -123,7 +126,7 @@ def complete(draft: Draft, num_cut: int, text: bytes, tokenizer: Tokenizer) -> t
     tokens', may go on.
 
     Kept are the paths that spell `text` and something after it; probabilities are those given that they do. Evidence is longer
-    by the tokens cut. O(n) and some microseconds for every way.
+    by the tokens cut; a spelled token counts 0. O(n) and some microseconds for every way.
     """
     mass = np.ones(len(draft) + 1)  # of the path to each node; the last, which is -1, is the root's
     left: list[bytes | None] = [None] * len(draft) + [text]  # what a path has still to spell; None: it spells something else
@@ -141,7 +144,7 @@ def complete(draft: Draft, num_cut: int, text: bytes, tokenizer: Tokenizer) -> t
         elif rest and word.startswith(rest) and len(spelled := spell(word[len(rest) :], tokenizer)):
             place = -1
             for piece in spelled.tolist():
-                place = trie.add(place, piece, mass[i], evidence)
+                place = trie.add(place, piece, mass[i], (evidence[0], 0))
             places[i] = place
             endings.append(Ending(num_cut, _path(draft, i), spelled))
     unseen = 1.0 - float(draft.probs[draft.parents < 0].sum())

@@ -272,6 +272,7 @@ def test_completion_equals_its_definition(seed: int, text: bytes) -> None:
     found = paths_of(completed)
     assert found.keys() == expected.keys()
     assert all(found[path] == pytest.approx(expected[path], abs=1e-5) for path in found)
+    assert not completed.counts[completed.parents < 0].any(), "what is spelled anew was counted nowhere"
     for ending in endings:
         said = b"".join(map(TOKENIZER.text_bytes, ending.spelled.tolist()))
         assert text + said == b"".join(map(TOKENIZER.text_bytes, ending.whole.tolist()))
