@@ -338,7 +338,7 @@ def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> N
         print()
     costs = answer.statistics
     for warning in costs.warnings:
-        err.print(f"warning: {warning}", markup=False)
+        err.print(f"warning: {warning}", markup=False, soft_wrap=True)
     decoding = max(seconds - costs.prefill_seconds, 1e-9)
     num_tokens = answer.usage.completion_tokens
     err.print(
