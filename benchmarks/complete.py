@@ -6,7 +6,9 @@
 A pair is a folder to index and a file of completions, one JSON object a line with `prefix`, `added` and `id`. The names
 pydantic, django-docs and django make theirs with release_pairs.py from the evaluation data (DRAFTLOOM_DATA, or ../shared/data
 beside the repository). Prompts are raw prefixes; every prompt runs once in every mode, the order turning from prompt to prompt.
-tokens/s counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it.
+tokens/s counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it. The speed-up is
+the median of the prompts' ratios, "total" the ratio of all decoding time; tokens/step is over all steps, "by prompt" the mean of
+the prompts' own.
 
 `--nodes` lists the most candidates of a tree: a number fixes it, whatever the cost curve says; `auto` is what a server does.
 The first one listed is the main figure. Prints a table for each pair; the last line is JSON.
@@ -79,6 +81,11 @@ class Mode:
     @property
     def tokens_per_step(self) -> float:
         return sum(len(run.tokens) for run in self.runs) / sum(run.final.statistics.num_steps for run in self.runs)
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """The mean over prompts, in which easy prompts weigh as much as hard ones; `tokens_per_step` is the mean over steps."""
+        return sum(len(run.tokens) / run.final.statistics.num_steps for run in self.runs) / len(self.runs)
 
     @property
     def nodes_per_step(self) -> float:
@@ -191,7 +198,7 @@ def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
     """Print the table of a pair; its figures are those of the mode `main`."""
     plain = modes[PLAIN]
     table = Table(title=f"{label}: {len(plain.runs)} prompts")
-    for column in ("nodes", "tokens/s", "speed-up", "total", "end to end", "first token s", "tokens/step", "nodes/step",
+    for column in ("nodes", "tokens/s", "speed-up", "total", "end to end", "first token s", "tokens/step", "by prompt", "nodes/step",
                    "draft share", "identical", "by source"):  # fmt: skip
         table.add_column(column, justify="left" if column == "by source" else "right")
     for mode in modes.values():
@@ -200,7 +207,7 @@ def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
         shares = ", ".join(f"{source} {count / counts.total():.0%}" for source, count in counts.most_common())
         table.add_row(
             mode.name, f"{mode.tokens_per_second:.1f}", f"{mode.speedup(plain):.2f}", f"{mode.total_speedup(plain):.2f}",
-            f"{mode.end_to_end(plain):.2f}", f"{median(run.first for run in mode.runs):.2f}", f"{mode.tokens_per_step:.2f}",
+            f"{mode.end_to_end(plain):.2f}", f"{median(run.first for run in mode.runs):.2f}", f"{mode.tokens_per_step:.2f}", f"{mode.mean_tokens_per_step:.2f}",
             f"{mode.nodes_per_step:.1f}", f"{mode.draft_time_share:.1%}", f"{same}/{len(mode.runs)}", shares,
         )  # fmt: skip
     Console(width=max(console.width, 150)).print(table)
@@ -212,12 +219,15 @@ def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
         "total_speedup": round(chosen.total_speedup(plain), 3),
         "end_to_end_speedup": round(chosen.end_to_end(plain), 3),
         "tokens_per_step": round(chosen.tokens_per_step, 3),
+        "mean_tokens_per_step": round(chosen.mean_tokens_per_step, 3),
         "nodes_per_step": round(chosen.nodes_per_step, 2),
         "identical": all(a.tokens == b.tokens for a, b in zip(chosen.runs, plain.runs, strict=True)),
         "draft_time_share": round(chosen.draft_time_share, 4),
         "by_nodes": {
             mode.name: {"tokens_per_second": round(mode.tokens_per_second, 2), "speedup": round(mode.speedup(plain), 3),
-                        "tokens_per_step": round(mode.tokens_per_step, 3)}
+                        "total_speedup": round(mode.total_speedup(plain), 3), "tokens_per_step": round(mode.tokens_per_step, 3),
+                        "mean_tokens_per_step": round(mode.mean_tokens_per_step, 3),
+                        "nodes_per_step": round(mode.nodes_per_step, 2)}
             for mode in modes.values()
         },
     }  # fmt: skip

@@ -522,3 +522,23 @@ def attend_entry(data: Any) -> None:
         if item >= a[1]:
             break
         attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[21], scale, out)
+
+
+_SILU_FIELDS = 8
+
+
+@cfunc(types.void(types.voidptr), cache=True, nopython=True)
+def silu_entry(data: Any) -> None:
+    """What each thread runs: take rows of `silu_gate` until none is left. `threads.silu_gate` fills the fields of `data`."""
+    a = carray(data, (_SILU_FIELDS,), np.int64)
+    rows, width = a[1], a[2]
+    y = carray(_pointer(a[4]), (rows, 2 * width), np.float32)
+    scale = carray(_pointer(a[5]), (rows,), np.float32)
+    out = carray(_pointer(a[6]), (rows, a[3]), np.float32)
+    out_scale = carray(_pointer(a[7]), (rows,), np.float32)
+    while True:
+        row = _take(a[0])
+        if row >= rows:
+            break
+        mine = slice(row, row + 1)
+        silu_gate(y[mine], scale[mine], out[mine], out_scale[mine])

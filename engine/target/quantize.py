@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from engine.errors import ModelError
-from engine.target import attention, kernels
+from engine.target import attention, kernels, threads
 
 PADDING = 4
 """Extra input columns: +1, -1, and zeros that keep the width a multiple of four."""
@@ -155,7 +155,7 @@ class Int8GatedMLP(nn.Module):
         kernels.scale_rows(flat, rows, scale)
         inner = self._in.scaled_product(rows)
         rows, inner_scale = _padded(self._out, len(flat))
-        kernels.silu_gate(inner, scale, rows, inner_scale)
+        threads.silu_gate(inner, scale, rows, inner_scale)
         result = self._out.scaled_product(rows)
         kernels.unscale_rows(result, inner_scale, _NO_BIAS)
         return torch.from_numpy(result).view(x.shape)
@@ -198,7 +198,7 @@ class Int8DecoderLayer(nn.Module):
         kernels.add_rows(x, self._o.scaled_product(scaled), scale, self._o.bias, middle)
         product, scale = self._normed(self._gate_up, middle, 1)
         scaled, inner = _padded(self._down, len(x))
-        kernels.silu_gate(product, scale, scaled, inner)
+        threads.silu_gate(product, scale, scaled, inner)
         out = np.empty_like(x)
         kernels.add_rows(middle, self._down.scaled_product(scaled), inner, _NO_BIAS, out)
         return torch.from_numpy(out)[None]

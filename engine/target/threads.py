@@ -77,3 +77,15 @@ def attend(
     )  # fmt: skip
     run(kernels.attend_entry, args)
     return out
+
+
+def silu_gate(
+    y: NDArray[np.float32], scale: NDArray[np.float32], out: NDArray[np.float32], out_scale: NDArray[np.float32]
+) -> None:
+    """`kernels.silu_gate` over all threads, row by row."""
+    if len(y) < 2:
+        kernels.silu_gate(y, scale, out, out_scale)
+        return
+    counter = np.zeros(1, np.int64)
+    arrays = [address(array) for array in (y, scale, out, out_scale)]
+    run(kernels.silu_entry, np.array([address(counter), len(y), y.shape[1] // 2, out.shape[1], *arrays], np.int64))
