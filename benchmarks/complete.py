@@ -6,9 +6,9 @@
 A pair is a folder to index and a file of completions, one JSON object a line with `prefix`, `added` and `id`. The names
 pydantic, django-docs and django make theirs with release_pairs.py from the evaluation data (DRAFTLOOM_DATA, or ../shared/data
 beside the repository). Prompts are raw prefixes; every prompt runs once in every mode, the order turning from prompt to prompt.
-tokens/s counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it. The speed-up is
-the median of the prompts' ratios, "total" the ratio of all decoding time; tokens/step is over all steps, "by prompt" the mean of
-the prompts' own.
+tokens/s counts decoding only, drafting included; the time to the first token and the end-to-end speed-up stand beside it. The
+speed-up is the median of the prompts' ratios, "total" the ratio of all decoding time; tokens/step is over all steps, "by
+prompt" the mean of the prompts' own.
 
 `--nodes` lists the most candidates of a tree: a number fixes it, whatever the cost curve says; `auto` is what a server does.
 The first one listed is the main figure. Prints a table for each pair; the last line is JSON.
@@ -194,43 +194,56 @@ def make_engine(nodes: str, args: argparse.Namespace, target: object, tokenizer:
     return Engine(config, target, tokenizer)
 
 
+def figures(mode: Mode, plain: Mode) -> dict[str, object]:
+    """The numbers of one mode beside plain decoding."""
+    return {
+        "tokens_per_second": round(mode.tokens_per_second, 2),
+        "speedup": round(mode.speedup(plain), 3),
+        "total_speedup": round(mode.total_speedup(plain), 3),
+        "end_to_end_speedup": round(mode.end_to_end(plain), 3),
+        "first_token_seconds": round(median(run.first for run in mode.runs), 3),
+        "tokens_per_step": round(mode.tokens_per_step, 3),
+        "mean_tokens_per_step": round(mode.mean_tokens_per_step, 3),
+        "nodes_per_step": round(mode.nodes_per_step, 2),
+        "draft_time_share": round(mode.draft_time_share, 4),
+        "identical": all(a.tokens == b.tokens for a, b in zip(mode.runs, plain.runs, strict=True)),
+    }
+
+
+COLUMNS = {
+    "tokens/s": ("tokens_per_second", ".1f"),
+    "speed-up": ("speedup", ".2f"),
+    "total": ("total_speedup", ".2f"),
+    "end to end": ("end_to_end_speedup", ".2f"),
+    "first token s": ("first_token_seconds", ".2f"),
+    "tokens/step": ("tokens_per_step", ".2f"),
+    "by prompt": ("mean_tokens_per_step", ".2f"),
+    "nodes/step": ("nodes_per_step", ".1f"),
+    "draft share": ("draft_time_share", ".1%"),
+}
+
+
 def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
-    """Print the table of a pair; its figures are those of the mode `main`."""
+    """Print the table of a pair; return its figures, which are those of the mode `main`."""
     plain = modes[PLAIN]
+    by_nodes = {mode.name: figures(mode, plain) for mode in modes.values()}
     table = Table(title=f"{label}: {len(plain.runs)} prompts")
-    for column in ("nodes", "tokens/s", "speed-up", "total", "end to end", "first token s", "tokens/step", "by prompt", "nodes/step",
-                   "draft share", "identical", "by source"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "by source" else "right")
+    for column in ("nodes", *COLUMNS, "identical"):
+        table.add_column(column, justify="right")
+    table.add_column("by source")
     for mode in modes.values():
         same = sum(a.tokens == b.tokens for a, b in zip(mode.runs, plain.runs, strict=True))
         counts = sum((run.sources for run in mode.runs), Counter())
         shares = ", ".join(f"{source} {count / counts.total():.0%}" for source, count in counts.most_common())
-        table.add_row(
-            mode.name, f"{mode.tokens_per_second:.1f}", f"{mode.speedup(plain):.2f}", f"{mode.total_speedup(plain):.2f}",
-            f"{mode.end_to_end(plain):.2f}", f"{median(run.first for run in mode.runs):.2f}", f"{mode.tokens_per_step:.2f}", f"{mode.mean_tokens_per_step:.2f}",
-            f"{mode.nodes_per_step:.1f}", f"{mode.draft_time_share:.1%}", f"{same}/{len(mode.runs)}", shares,
-        )  # fmt: skip
+        cells = [format(by_nodes[mode.name][key], form) for key, form in COLUMNS.values()]
+        table.add_row(mode.name, *cells, f"{same}/{len(mode.runs)}", shares)
     Console(width=max(console.width, 150)).print(table)
-    chosen = modes[main]
-    return {
-        "plain_tokens_per_second": round(plain.tokens_per_second, 2),
-        "draftloom_tokens_per_second": round(chosen.tokens_per_second, 2),
-        "speedup": round(chosen.speedup(plain), 3),
-        "total_speedup": round(chosen.total_speedup(plain), 3),
-        "end_to_end_speedup": round(chosen.end_to_end(plain), 3),
-        "tokens_per_step": round(chosen.tokens_per_step, 3),
-        "mean_tokens_per_step": round(chosen.mean_tokens_per_step, 3),
-        "nodes_per_step": round(chosen.nodes_per_step, 2),
-        "identical": all(a.tokens == b.tokens for a, b in zip(chosen.runs, plain.runs, strict=True)),
-        "draft_time_share": round(chosen.draft_time_share, 4),
-        "by_nodes": {
-            mode.name: {"tokens_per_second": round(mode.tokens_per_second, 2), "speedup": round(mode.speedup(plain), 3),
-                        "total_speedup": round(mode.total_speedup(plain), 3), "tokens_per_step": round(mode.tokens_per_step, 3),
-                        "mean_tokens_per_step": round(mode.mean_tokens_per_step, 3),
-                        "nodes_per_step": round(mode.nodes_per_step, 2)}
-            for mode in modes.values()
-        },
-    }  # fmt: skip
+    chosen = by_nodes[main]
+    speeds = {
+        "plain_tokens_per_second": by_nodes[PLAIN]["tokens_per_second"],
+        "draftloom_tokens_per_second": chosen["tokens_per_second"],
+    }
+    return {**speeds, **chosen, "by_nodes": by_nodes}
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -243,12 +256,12 @@ async def main(args: argparse.Namespace) -> None:
     curve = target.curve
     points = ", ".join(f"{rows}: {1000 * seconds:.1f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
     console.print(f"ms a pass by rows: {points}")
-    figures = {}
+    pairs = {}
     for name in args.pair or ["pydantic", "django-docs"]:
         with tempfile.TemporaryDirectory() as store:
-            figures[name.partition(",")[0]] = await compare(name, args, target, tokenizer, Path(store))
+            pairs[name.partition(",")[0]] = await compare(name, args, target, tokenizer, Path(store))
     await target.close()
-    print(json.dumps({"model": args.model, "dtype": args.dtype, "temperature": args.temperature, "pairs": figures}))
+    print(json.dumps({"model": args.model, "dtype": args.dtype, "temperature": args.temperature, "pairs": pairs}))
 
 
 if __name__ == "__main__":
