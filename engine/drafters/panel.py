@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine.drafters import Drafter, Drafting, DraftRequest, Feedback, Tokens
 from engine.tree import MAX_SOURCES, Draft
 
@@ -230,9 +228,3 @@ class _Seat:
             self._resting -= 1
             return True
         return self._broken
-
-
-def empty_panel(vocab_size: int) -> Panel:
-    """No sources at all: plain decoding."""
-    nothing = DraftRequest("", "", np.zeros(0, np.int32))
-    return Panel([], nothing, vocab_size, budget=0, deadline=1.0)
