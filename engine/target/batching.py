@@ -31,7 +31,7 @@ class CostMeter:
     """
 
     ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    _DOWN, _UP = 0.25, 0.03
+    _DOWN, _UP = 0.2, 0.08
     _EXPLORE_EVERY = 16
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ _CHUNK = 256
 _CURVE_EVERY = 16
 """Passes between two messages about the cost curve."""
 
-_MEASURE_CONTEXT = 256
+_MEASURE_CONTEXT = 512
 """Tokens of context at which the first cost curve is measured."""
 
 
