@@ -19,8 +19,8 @@ from engine.errors import ModelError, WorkerLost
 from engine.target.remote import RemoteTarget
 
 SPIN_COUNT = "10000"
-"""How long an idle thread of the worker's team spins for the next product: through the gaps within a pass, some 50 microseconds,
-but not through those between passes, when this process needs the cores. Set in the environment, GOMP_SPINCOUNT wins."""
+"""How long an idle thread of the worker's team spins for the next product: through the gaps within a pass (some 50
+microseconds), but not through those between passes, when this process needs the cores. A GOMP_SPINCOUNT that is set wins."""
 START_SECONDS = 600.0
 """A large model may have to be read from a slow disk."""
 STOP_SECONDS = 5.0
