@@ -212,9 +212,9 @@ def _run(client: draftloom.Client, task: Task, max_tokens: int, plain: bool, con
 def report(tasks: Sequence[Task], pairs: Sequence[Pair], console: Console) -> None:
     """Print the tables: speed by function, then share of the text by source."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("function", no_wrap=True)
-    for header in ("plain", "Draftloom", "speed-up", "tokens per step", "identical"):
-        table.add_column(header, justify="right")
+    table.add_column("function", no_wrap=True, max_width=max(20, console.width - 54))
+    for header in ("plain", "Draftloom", "speed-up", "tokens/step", "identical"):
+        table.add_column(header, justify="right", no_wrap=True, min_width=len(header))
     for task, pair in zip(tasks, pairs, strict=True):
         name = f"{Path(task.file).name} {task.function}"
         same = "yes" if pair.identical else "[red]no[/red]"
