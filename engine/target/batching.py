@@ -85,18 +85,22 @@ def cut_together(
     """Cut all trees of a pass by one rule: the best nodes of all of them together, as many as pay (DESIGN 5).
 
     `other_rows` are in the pass anyway (a chunk of a prompt). Every root stays. Ties go to the earlier tree. To `explore` is to
-    take some more than pay, where there are more.
+    take some more than pay, where there are more. A tree with lookahead rows is left whole (up to `max_rows`): how many of
+    these are worth a row is for the one to say who put them there.
     """
     if not trees:
         return []
-    probs = np.concatenate([tree.probs[1:] for tree in trees])
-    owner = np.repeat(np.arange(len(trees)), [len(tree) - 1 for tree in trees])
+    whole = [bool(tree.roles.any()) for tree in trees]
+    sizes = [0 if kept else len(tree) - 1 for tree, kept in zip(trees, whole, strict=True)]
+    other_rows += sum(len(tree) - 1 for tree, kept in zip(trees, whole, strict=True) if kept)
+    probs = np.concatenate([tree.probs[1 : 1 + size] for tree, size in zip(trees, sizes, strict=True)])
+    owner = np.repeat(np.arange(len(trees)), sizes)
     order = np.argsort(-probs, kind="stable")[: max(0, max_rows - len(trees) - other_rows)]
     size = best_size(probs[order], curve, len(trees), other_rows)
     if explore:
         size = with_room(size)
     counts = np.bincount(owner[order[:size]], minlength=len(trees))
-    return [tree.cut(1 + int(count)) for tree, count in zip(trees, counts, strict=True)]
+    return [tree.cut(max_rows if kept else 1 + int(count)) for tree, kept, count in zip(trees, whole, counts, strict=True)]
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.target import batching
 from engine.target.batching import Batcher, CostMeter, Work, cut_together
-from engine.tree import CandidateTree, CostCurve, merge, with_room
+from engine.tree import CandidateTree, CostCurve, Draft, merge, with_room
 from tests.engine import oracles_target as oracles
 from tests.speculation import random_draft
 
@@ -63,6 +63,22 @@ def test_no_trees_and_too_many_trees() -> None:
     """Nothing is cut to nothing; more trees than rows are stepped by their roots."""
     assert cut_together([], CURVES[1], 8) == []
     assert [len(tree) for tree in cut_together(trees_of(1, 5, 6), CostCurve.flat(), 3)] == [1] * 5
+
+
+def test_lookahead_rows_are_not_cut_by_the_price_of_candidates() -> None:
+    """A real bug: rows that promise no token were taken for worthless candidates. The tree beside it is cut as ever."""
+    tree = merge([Draft.of([1, 2], [-1, 0], [0.9, 0.9])], [1.0], 0, 3, 8)
+    rows = CandidateTree(
+        np.append(tree.tokens, [5, 6]).astype(np.int32),
+        np.append(tree.parents, [0, 3]).astype(np.int32),
+        np.append(tree.probs, [0.0, 0.0]).astype(np.float32),
+        np.append(tree.sources, [0, 0]),
+        np.append(tree.roles, [1, 1]).astype(np.uint8),
+        3,
+    )
+    rows.validate(8)
+    dear = CostCurve(np.array([1, 2], np.int32), np.array([1.0, 2.0]))
+    assert [len(cut) for cut in cut_together([rows, tree], dear, 64)] == [5, 1]
 
 
 # ---- the cost curve
