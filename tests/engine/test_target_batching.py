@@ -67,7 +67,7 @@ def test_no_trees_and_too_many_trees() -> None:
 
 def test_lookahead_rows_are_not_cut_by_the_price_of_candidates() -> None:
     """A real bug: rows that promise no token were taken for worthless candidates. The tree beside it is cut as ever."""
-    tree = merge([Draft.of([1, 2], [-1, 0], [0.9, 0.9])], [1.0], 0, 3, 8)
+    tree = merge([Draft.of([1, 2], [-1, 0], [0.1, 0.9])], [1.0], 0, 3, 8)
     rows = CandidateTree(
         np.append(tree.tokens, [5, 6]).astype(np.int32),
         np.append(tree.parents, [0, 3]).astype(np.int32),
