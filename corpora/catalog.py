@@ -24,6 +24,7 @@ import secrets
 import shutil
 import socket
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -311,7 +312,7 @@ class Catalog:
         path = self.root / CATALOG_FILE
         with _reporting_sqlite_errors(path), contextlib.closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
             db = Database(connection, execute_plugins=False)
-            db.enable_wal()
+            _enter_wal(db)
             db.execute("PRAGMA foreign_keys = on")
             db.execute("PRAGMA synchronous = full")
             db.execute("BEGIN IMMEDIATE")
@@ -396,6 +397,22 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
             raise
         connection = sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True)
     return connection
+
+
+def _enter_wal(db: Database) -> None:
+    """Switch the catalog to write-ahead logging, once for all its life.
+
+    While another connection switches it, SQLite says busy at once and does not wait as it does elsewhere; so this waits.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            db.enable_wal()
+            return
+        except sqlite3.OperationalError as error:
+            if not getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
