@@ -1,7 +1,7 @@
 """Starts a worker as a child process and connects to it over a Unix socket that only this user can reach.
 
 Call it before the process creates a gRPC server or channel of its own: gRPC's threads do not survive a fork. The child ends
-with this process, whatever ends it: it holds a pipe whose other end is here (see `engine.target.server.end_with_parent`).
+with this process, whatever ends it: it holds a pipe whose other end is here (see `engine.spawn.end_with_parent`).
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator
 
 import grpc
@@ -24,6 +22,7 @@ from draftloom.v1 import target_pb2, target_pb2_grpc
 from engine.errors import EngineError, InvalidRequest
 from engine.server.interceptors import Context, Guard
 from engine.server.listen import OPTIONS, add_health, bind
+from engine.spawn import end_with_parent
 from engine.target import Target, TargetSequence, wire
 
 log = logging.getLogger("draftloom.worker")
@@ -103,20 +102,6 @@ async def run(args: argparse.Namespace) -> None:
     await target.close()
 
 
-def end_with_parent() -> None:
-    """End this process when its standard input does: the parent holds the other end of that pipe, alive.
-
-    A thread that sleeps in read() all its life; it works on every Unix, while a model is loading, and after a kill -9.
-    """
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
-
-
 def parser() -> argparse.ArgumentParser:
     """Options of a worker; `engine.target.process` starts one with them."""
     parser = argparse.ArgumentParser(prog="python -m engine.target.server", description="A Draftloom target worker.")
@@ -139,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if args.with_parent:
-        end_with_parent()
+        end_with_parent(at_once=True)
     try:
         asyncio.run(run(args))
     except EngineError as error:
