@@ -114,7 +114,7 @@ class Tokenizer:
         template_path = folder / "chat_template.jinja"
         template = template_path.read_text(encoding="utf-8") if template_path.exists() else _template_of(config)
         try:
-            return Tokenizer(definition, eos_ids=_eos_ids(folder), chat_template=template, template_tokens=names)
+            return Tokenizer(definition, eos_ids=end_of_text_ids(folder), chat_template=template, template_tokens=names)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from None
 
@@ -424,8 +424,8 @@ def _template_of(config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _eos_ids(folder: Path) -> list[int]:
-    """What `generation_config.json` says, else `config.json`."""
+def end_of_text_ids(folder: Path) -> list[int]:
+    """The end-of-sequence ids in a model's folder: `generation_config.json` says, else `config.json`; [] if neither does."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]

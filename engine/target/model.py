@@ -8,7 +8,6 @@ at near-ties" instead of "bit for bit".
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from transformers.activations import ReLUSquaredActivation, SiLUActivation
 from engine.errors import ModelError
 from engine.target import attention, check, kernels, quantize
 from engine.target.attention import Pass
+from engine.text import end_of_text_ids
 
 DTYPES = ("int8", "float32", "bfloat16")
 
@@ -101,7 +101,7 @@ def load(folder: Path, dtype: str) -> Model:
             )
     except Exception as error:  # transformers raises whatever a model's own code does
         raise ModelError(f"cannot load the weights in {folder}: {error}") from error
-    return prepare(network.eval(), dtype, _eos_ids(folder, config), _stored_dtype(config))
+    return prepare(network.eval(), dtype, tuple(end_of_text_ids(folder)), _stored_dtype(config))
 
 
 def prepare(network: PreTrainedModel, dtype: str, eos_ids: tuple[int, ...] = (), stored: torch.dtype = torch.float32) -> Model:
@@ -224,16 +224,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def _replace(network: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(network.get_submodule(parent), child, module)
-
-
-def _eos_ids(folder: Path, config: object) -> tuple[int, ...]:
-    """End-of-sequence ids, the generation config's before the model's."""
-    for source in ("generation_config.json", "config.json"):
-        path = folder / source
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    return ()
 
 
 def _stored_dtype(config: object) -> torch.dtype:
