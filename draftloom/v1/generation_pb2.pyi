@@ -138,20 +138,24 @@ class StoppingCriteria(_message.Message):
     def __init__(self, stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("enabled", "max_nodes", "corpora", "require_corpus", "sources", "prediction")
+    __slots__ = ("enabled", "max_nodes", "corpora", "require_corpus", "sources", "prediction", "no_corpora", "trace")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     CORPORA_FIELD_NUMBER: _ClassVar[int]
     REQUIRE_CORPUS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    NO_CORPORA_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     max_nodes: int
     corpora: _containers.RepeatedScalarFieldContainer[str]
     require_corpus: bool
     sources: _containers.RepeatedScalarFieldContainer[str]
     prediction: str
-    def __init__(self, enabled: bool = ..., max_nodes: _Optional[int] = ..., corpora: _Optional[_Iterable[str]] = ..., require_corpus: bool = ..., sources: _Optional[_Iterable[str]] = ..., prediction: _Optional[str] = ...) -> None: ...
+    no_corpora: bool
+    trace: bool
+    def __init__(self, enabled: bool = ..., max_nodes: _Optional[int] = ..., corpora: _Optional[_Iterable[str]] = ..., require_corpus: bool = ..., sources: _Optional[_Iterable[str]] = ..., prediction: _Optional[str] = ..., no_corpora: bool = ..., trace: bool = ...) -> None: ...
 
 class StreamOptions(_message.Message):
     __slots__ = ("min_chunk_tokens",)
@@ -160,7 +164,7 @@ class StreamOptions(_message.Message):
     def __init__(self, min_chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "source_masks", "source_names", "logprobs", "finish", "usage", "seed", "statistics")
+    __slots__ = ("request_id", "model", "text", "token_ids", "source_masks", "source_names", "logprobs", "finish", "usage", "seed", "statistics", "token_sizes", "steps")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +176,8 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SIZES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -183,10 +189,12 @@ class GenerateResponse(_message.Message):
     usage: Usage
     seed: int
     statistics: SpeculationStats
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., source_masks: _Optional[_Iterable[int]] = ..., source_names: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishInfo, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., statistics: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
+    token_sizes: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., source_masks: _Optional[_Iterable[int]] = ..., source_names: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishInfo, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., statistics: _Optional[_Union[SpeculationStats, _Mapping]] = ..., token_sizes: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "source_masks", "source_names", "logprobs", "finish", "usage", "seed", "statistics")
+    __slots__ = ("request_id", "model", "text", "token_ids", "source_masks", "source_names", "logprobs", "finish", "usage", "seed", "statistics", "token_sizes", "steps")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +206,8 @@ class GenerateStreamResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SIZES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -209,7 +219,53 @@ class GenerateStreamResponse(_message.Message):
     usage: Usage
     seed: int
     statistics: SpeculationStats
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., source_masks: _Optional[_Iterable[int]] = ..., source_names: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishInfo, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., statistics: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
+    token_sizes: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., source_masks: _Optional[_Iterable[int]] = ..., source_names: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishInfo, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., statistics: _Optional[_Union[SpeculationStats, _Mapping]] = ..., token_sizes: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ...) -> None: ...
+
+class StepTrace(_message.Message):
+    __slots__ = ("nodes", "texts", "num_lookahead", "draft_seconds", "step_seconds", "pass_seconds", "costs")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PASS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[TraceNode]
+    texts: _containers.RepeatedScalarFieldContainer[bytes]
+    num_lookahead: int
+    draft_seconds: float
+    step_seconds: float
+    pass_seconds: float
+    costs: _containers.RepeatedCompositeFieldContainer[PassCost]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[TraceNode, _Mapping]]] = ..., texts: _Optional[_Iterable[bytes]] = ..., num_lookahead: _Optional[int] = ..., draft_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., pass_seconds: _Optional[float] = ..., costs: _Optional[_Iterable[_Union[PassCost, _Mapping]]] = ...) -> None: ...
+
+class TraceNode(_message.Message):
+    __slots__ = ("token_id", "text", "parent", "probability", "source_mask", "verified", "accepted")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_MASK_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    text: bytes
+    parent: int
+    probability: float
+    source_mask: int
+    verified: bool
+    accepted: bool
+    def __init__(self, token_id: _Optional[int] = ..., text: _Optional[bytes] = ..., parent: _Optional[int] = ..., probability: _Optional[float] = ..., source_mask: _Optional[int] = ..., verified: bool = ..., accepted: bool = ...) -> None: ...
+
+class PassCost(_message.Message):
+    __slots__ = ("num_rows", "seconds")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_rows: int
+    seconds: float
+    def __init__(self, num_rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top")
