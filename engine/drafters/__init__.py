@@ -1,7 +1,7 @@
 """What a source looks like, and which ones there are.
 
 A *source* yields drafts; a *drafter* is its code, one file in this folder and one line in `DRAFTERS`.
-A drafter imports `Draft`, the types below and, if it looks tokens up, `words.py`; nothing else of the engine.
+A drafter imports `Draft`, `Tenant`, the types below and, if it looks tokens up, `words.py`; nothing else of the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.memory import Tenant
 from engine.tree import Draft
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class DraftRequest:
     `corpora` maps names to open datastores, pinned for the life of the request.
     `prediction` is the caller's guess at the answer, as token ids; empty when there is none.
     `tokenizer` is the model's, for sources that must know what a token says; None where there is none.
+    `memory` is what this tenant's requests to this model share and a source may keep. `use_history`: whether to draft from what
+    the tenant's earlier answers said; `learn`: whether anything of this request may outlive it.
     """
 
     tenant: str
@@ -51,6 +54,9 @@ class DraftRequest:
     corpora: Mapping[str, Datastore] = field(default_factory=dict)
     prediction: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     tokenizer: Tokenizer | None = None
+    memory: Tenant = field(default_factory=Tenant)
+    use_history: bool = True
+    learn: bool = True
 
 
 class Drafting(Protocol):
