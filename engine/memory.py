@@ -32,8 +32,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as to_safetensors
 
 log = logging.getLogger("draftloom.memory")
 
@@ -82,6 +80,8 @@ class Memory:
 
         A damaged file is moved aside to `NAME.damaged`, where only the latest such file stays.
         """
+        from safetensors import SafetensorError, safe_open  # here, so that sources can be used where it is not installed
+
         folder = self._folder(model, tenant)
         if folder is None or _who(folder) != (model, tenant):
             return None
@@ -105,6 +105,8 @@ class Memory:
 
         `mark` is what `mark()` said when the state was begun: after a `clear` since then nothing is saved.
         """
+        from safetensors.numpy import save as to_safetensors
+
         folder = self._folder(model, tenant)
         if folder is None:
             return False

@@ -180,8 +180,8 @@ def test_only_the_application_knows_everyone() -> None:
 
 
 def test_a_drafter_knows_drafts_alone() -> None:
-    """A source imports the interface, trees, and the retriever it asks; nothing of engine, server or target."""
-    allowed = ("engine.drafters", "engine.tree", "engine.kernels", "retriever")
+    """A source imports the interface, trees, its tenant's memory and the retriever; nothing of engine, server or target."""
+    allowed = ("engine.drafters", "engine.tree", "engine.memory", "engine.kernels", "retriever")
     files = [i for i in IMPORTS if i.file.startswith("engine/drafters/") and i.file != "engine/drafters/panel.py"]
     refuse([i for i in files if i.of(*PACKAGES) and not i.of(*allowed)], f"a drafter may import {', '.join(allowed)}")
 
