@@ -7,6 +7,7 @@ Useful for drafting. Knows no text, no trees of the engine, no models, and never
     continuations.py   the answer of both: a small tree with probabilities and evidence
     kernels.py         what they share, compiled: matching, sampling, and the one rule that makes drafts of occurrences
     format.py          the bytes of a corpus version: writer and reader side by side
+    update.py          a version from another one: additions, deletions, joined segments
     suffixes.py        packing tokens, sorting suffixes
     errors.py          what can go wrong
 

@@ -9,6 +9,7 @@ versions are removed by unlinking, which is safe.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,18 @@ from numpy.typing import NDArray
 from retriever import kernels
 from retriever.continuations import Continuations, Match
 from retriever.errors import BadManifest, ChecksumMismatch, Closed, TokenizerMismatch
-from retriever.format import KINDS, FileEntry, Manifest, MappedFile, build_table, segment_files
+from retriever.format import (
+    DELETED,
+    KINDS,
+    METADATA,
+    FileEntry,
+    Manifest,
+    MappedFile,
+    build_table,
+    deleted_file,
+    segment_files,
+    tombstones,
+)
 from retriever.suffixes import separator_of, token_width, unpack_tokens
 
 Tokens = NDArray[np.int32]
@@ -41,26 +53,68 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """The mapped arrays of a segment, found to agree in size.
+class Document:
+    """One document of a version: what it is called, which segment it lies in, and its tokens.
+
+    `packed` is a view of the text as it lies on disk, valid while the datastore is open, `width` bytes a token.
+    """
+
+    name: str
+    segment: int
+    packed: NDArray[np.uint8]
+    width: int
+
+    @property
+    def tokens(self) -> Tokens:
+        """int32 [n], a copy."""
+        return unpack_tokens(self.packed, self.width).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The mapped arrays of a segment, found to agree in size. `files` has them by the endings of `format.KINDS`.
 
     1. `text` uint8 [(num_tokens + num_documents) * width], big-endian, each document ended by the separator.
     2. `order` int32 [num_tokens]; `table` uint32 [slots, 3], slots a power of two; the table is a copy in memory.
     3. `offsets` and `name_offsets` int64 [num_documents + 1]; `names` uint8.
+    4. `left` and `ranks` uint64 as `kernels.left_suffixes` and `kernels.ranks` make them, empty where nothing was deleted;
+       `living` int64, the documents that were not.
     """
 
     files: dict[str, MappedFile]
+    width: int
     text: NDArray[np.uint8]
     order: NDArray[np.int32]
     table: NDArray[np.uint32]
     offsets: NDArray[np.int64]
     name_offsets: NDArray[np.int64]
     names: NDArray[np.uint8]
+    left: NDArray[np.uint64]
+    ranks: NDArray[np.uint64]
+    living: NDArray[np.int64]
+
+    def name(self, i: int) -> str:
+        """What document i is called."""
+        begin, end = self.name_offsets[i : i + 2].tolist()
+        return self.names[max(begin, 0) : max(end, 0)].tobytes().decode("utf-8", "surrogateescape")
+
+    def packed(self, i: int) -> NDArray[np.uint8]:
+        """The tokens of document i as they stand in the text, without the separator; a view, valid while the map is."""
+        begin, end = self.offsets[i : i + 2].tolist()
+        return self.text[max(begin, 0) * self.width : max(end - 1, 0) * self.width]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the documents that were not deleted."""
+        return int(self.ranks[-1]) if len(self.ranks) else len(self.order)
 
     @staticmethod
-    def open(folder: Path, number: int, entries: dict[str, FileEntry], width: int) -> _Segment:
+    def open(folder: Path, number: int, entries: dict[str, FileEntry], width: int) -> Segment:
         names = dict(zip(KINDS, segment_files(number), strict=True))
         files = {kind: MappedFile.open(folder / name, KINDS[kind], entries[name]) for kind, name in names.items()}
+        name = deleted_file(number)
+        if name in entries:
+            files[DELETED] = MappedFile.open(folder / name, b"tomb", entries[name])
         for file in files.values():
             if len(file.payload) <= _SMALL and file.damaged():
                 raise ChecksumMismatch(file.path, "content was altered")
@@ -78,28 +132,42 @@ class _Segment:
         for holds, kind in agree:
             if not holds:
                 raise BadManifest(files[kind].path, "counts in the header contradict each other or the manifest")
+        left = ranks = np.zeros(0, np.uint64)
+        living = np.arange(num_documents)
+        if DELETED in files:
+            header, words = files[DELETED].header, files[DELETED].payload.view(np.uint64)
+            ends = np.cumsum([-(-suffixes.count // 64), -(-suffixes.count // 512) + 1, -(-num_documents // 64)])
+            if header.dtype != b"u8le" or header.count != suffixes.count or len(words) != ends[-1]:
+                raise BadManifest(files[DELETED].path, "counts in the header contradict each other or the manifest")
+            left, ranks, gone = np.split(words, ends[:-1])
+            living = np.flatnonzero(np.unpackbits(gone.view(np.uint8), count=num_documents, bitorder="little") == 0)
         split = 8 * (num_documents + 1)
         payload = files["documents"].payload
-        return _Segment(
+        return Segment(
             files,
+            width,
             files["tokens"].payload,
             files["suffixes"].payload.view(np.int32),
             files["table"].payload.view(np.uint32).reshape(-1, 3).copy(),
             payload[:split].view(np.int64),
             payload[split : 2 * split].view(np.int64),
             payload[2 * split :],
+            left,
+            ranks,
+            living,
         )
 
 
 class Datastore:
     """An open corpus version. Use as a context manager, or call `close`."""
 
-    def __init__(self, path: Path, manifest: Manifest, segments: list[_Segment]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, segments: list[Segment], metadata: MappedFile | None) -> None:
         self.path = path
         self.manifest = manifest
         self._width = token_width(manifest.vocab_size)
-        self._segments: list[_Segment] | None = segments
-        self._described = np.stack([kernels.describe(s.text, s.order, s.table) for s in segments])
+        self._segments: list[Segment] | None = segments
+        self._metadata = metadata
+        self._described = np.stack([kernels.describe(s.text, s.order, s.table, s.left, s.ranks) for s in segments])
 
     @staticmethod
     def open(path: Path | str, fingerprint: str | None = None, vocab_size: int | None = None) -> Datastore:
@@ -122,13 +190,15 @@ class Datastore:
                 "build it again for this model with `draftloom corpus build`"
             )
         width = token_width(manifest.vocab_size)
-        segments = [_Segment.open(folder, i, dict(manifest.files), width) for i in range(manifest.num_segments)]
-        if (sum(len(s.order) for s in segments), sum(len(s.offsets) - 1 for s in segments)) != (
+        segments = [Segment.open(folder, i, dict(manifest.files), width) for i in range(manifest.num_segments)]
+        if (sum(s.num_tokens for s in segments), sum(len(s.living) for s in segments)) != (
             manifest.num_tokens,
             manifest.num_documents,
         ):
             raise BadManifest(folder, "manifest and segments disagree about the numbers of tokens and documents")
-        return Datastore(folder, manifest, segments)
+        entry = manifest.files.get(METADATA)
+        metadata = None if entry is None else MappedFile.open(folder / METADATA, b"meta", entry)
+        return Datastore(folder, manifest, segments, metadata)
 
     @property
     def name(self) -> str:
@@ -210,21 +280,24 @@ class Datastore:
         length = kernels.longest_match(self._described, self._width, tokens, limit)
         if not length:
             return Match(0, 0)
-        intervals = np.zeros((len(segments), 2), np.int64)
+        intervals = np.zeros((len(segments), 3), np.int64)
         return Match(length, kernels.count_matches(self._described, self._width, tokens[len(tokens) - length :], intervals))
 
     def document_name(self, index: int) -> str:
         """What document `index` (0 to num_documents - 1) was called when the corpus was built. Raises IndexError, Closed."""
         segment, i = self._document(index)
-        begin, end = segment.name_offsets[i : i + 2].tolist()
-        return segment.names[max(begin, 0) : max(end, 0)].tobytes().decode("utf-8", "surrogateescape")
+        return segment.name(i)
 
     def document_tokens(self, index: int) -> Tokens:
         """int32 [n], a copy of document `index`. Raises IndexError, Closed."""
         segment, i = self._document(index)
-        begin, end = segment.offsets[i : i + 2].tolist()
-        packed = segment.text[max(begin, 0) * self._width : max(end - 1, 0) * self._width]
-        return unpack_tokens(packed, self._width).astype(np.int32)
+        return unpack_tokens(segment.packed(i), self._width).astype(np.int32)
+
+    def documents(self) -> Iterator[Document]:
+        """Every document that was not deleted, in the order of their indices. Raises Closed."""
+        for number, segment in enumerate(self._mapped()):
+            for i in segment.living.tolist():
+                yield Document(segment.name(i), number, segment.packed(i), self._width)
 
     def check(self, full: bool = False) -> list[Problem]:
         """What is wrong with the files; an empty list if nothing is.
@@ -232,7 +305,10 @@ class Datastore:
         The order is verified on a sample of its places. `full` reads everything: all checksums, ids, the order, the documents
         and the table; about four seconds for ten million tokens, most of it without the GIL. Raises Closed.
         """
-        return [problem for segment in self._mapped() for problem in self._check_segment(segment, full)]
+        problems = [problem for segment in self._mapped() for problem in self._check_segment(segment, full)]
+        if self._metadata is not None and self._metadata.damaged():
+            problems.append(Problem(str(self._metadata.path), "content was altered"))
+        return problems
 
     def altered(self) -> list[Problem]:
         """The files that are not what was written, by their checksums; an empty list if all are.
@@ -241,6 +317,7 @@ class Datastore:
         Raises OSError where a file cannot be read, Closed.
         """
         files = [file for segment in self._mapped() for file in segment.files.values()]
+        files += [self._metadata] if self._metadata is not None else []
         return [Problem(str(file.path), "content was altered") for file in files if file.altered()]
 
     def prefetch(self) -> None:
@@ -259,22 +336,25 @@ class Datastore:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _mapped(self) -> list[_Segment]:
+    def segments(self) -> Sequence[Segment]:
+        """Its segments, for those who make another version of it. Raises Closed."""
+        return tuple(self._mapped())
+
+    def _mapped(self) -> list[Segment]:
         segments = self._segments
         if segments is None:
             raise Closed(f"datastore was closed: {self.path}; open it again")
         return segments
 
-    def _document(self, index: int) -> tuple[_Segment, int]:
+    def _document(self, index: int) -> tuple[Segment, int]:
         remaining = index
         for segment in self._mapped():
-            count = len(segment.offsets) - 1
-            if 0 <= remaining < count:
-                return segment, remaining
-            remaining -= count
+            if 0 <= remaining < len(segment.living):
+                return segment, int(segment.living[remaining])
+            remaining -= len(segment.living)
         raise IndexError(f"no such document: {index}, the corpus has {self.num_documents}")
 
-    def _check_segment(self, segment: _Segment, full: bool) -> list[Problem]:
+    def _check_segment(self, segment: Segment, full: bool) -> list[Problem]:
         files = segment.files
         problems = []
 
@@ -300,6 +380,12 @@ class Datastore:
                 problem("documents", "documents do not begin where the text says")
             if np.any(np.diff(segment.name_offsets) < 0) or segment.name_offsets[-1] != len(segment.names):
                 problem("documents", "document names are out of bounds")
+            if DELETED in files and not problems:
+                gone = np.ones(len(segment.offsets) - 1, np.bool_)
+                gone[segment.living] = False
+                left, ranks, _ = tombstones(order, segment.offsets, gone)
+                if not (np.array_equal(left, segment.left) and np.array_equal(ranks, segment.ranks)):
+                    problem(DELETED, "what is left is not what the deleted documents leave")
             if not problems and not np.array_equal(segment.table, build_table(text, width, order)[0]):
                 problem("table", "table of frequent contexts is not that of the text")
         return problems

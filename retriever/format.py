@@ -6,7 +6,9 @@
         seg-0000.suffixes        int32, the positions of all tokens (not the separators), sorted by the text that starts there
         seg-0000.documents       where each document begins and what it is called
         seg-0000.table           intervals of the most frequent contexts of 1 to 3 tokens (a hash table, see `kernels`)
+        seg-0000.deleted         only where documents were deleted: which, and which places of the order are left
         seg-0001.tokens ...      more segments, each complete in itself; counts add
+        metadata                 only where the writer had some: bytes that mean nothing here
 
 Every file but the manifest begins with 64 bytes that introduce it. Numbers are little-endian.
 
@@ -20,12 +22,20 @@ Every file but the manifest begins with 64 bytes that introduce it. Numbers are 
     toks   u1be..u4be   tokens and separators     documents        count items
     sufx   i4le         suffixes                  0                count items
     docs   i8le         documents                 name bytes       count + 1 offsets into the text, count + 1 offsets into the
-    names,
-                                                                   then the names, UTF-8
+                                                                   names, then the names, UTF-8
     tabl   u4le         3 * slots                 contexts         count items
+    tomb   u8le         suffixes                  left of them     one bit a suffix of the order, 1 if its document is left, in
+                                                                   count / 64 words; for each 8 words how many are left before
+                                                                   them; one bit a document, 1 if it was deleted, in words
+    meta   u1le         bytes                     0                count items
 
 The manifest is JSON with sorted keys; its member `checksum` is the xxh3 of the rest, so an altered one is noticed. A version is
 written into `<id>.tmp`, forced to disk and renamed; it exists whole or not at all, and never changes afterwards.
+
+Segments never change either: a version made from another one (`update.write_update`) shares their files by hard links, and adds
+segments for what is new and a file `deleted` where documents are gone.
+
+Format 1 had neither `deleted` nor `metadata`; its files are otherwise the same, and are read for ever.
 
 Bytes a token: width + 4 + at most 0.75 (table) + the documents' names. Checksums are XXH3-64: against damage, not against
 forgery.
@@ -39,12 +49,13 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -55,18 +66,23 @@ from retriever import kernels
 from retriever.errors import BadMagic, BadManifest, ChecksumMismatch, Truncated, UnsupportedVersion, VersionExists
 from retriever.suffixes import build_suffix_array, pack_tokens, separator_of, token_width, unpack_tokens
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 MAGIC = b"\x89LOOM\r\n\x1a"
 HEADER = struct.Struct("<8sI4s4sIQQQQQ")
 SEGMENT_TOKENS = 1 << 26
 """Tokens of a segment before the next one is begun; building one takes about 22 bytes of memory a token."""
 MANIFEST = "manifest.json"
 KINDS: Mapping[str, bytes] = {"tokens": b"toks", "suffixes": b"sufx", "documents": b"docs", "table": b"tabl"}
-"""Ending of a segment's file -> the kind its header must have."""
+"""Ending of a segment's file -> the kind its header must have; every segment has these."""
+DELETED = "deleted"
+"""Ending of the file that says what was deleted from a segment."""
+METADATA = "metadata"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_MIN_COUNT = 8
 _CHUNK = 1 << 22
+_READABLE = f"this release reads {' and '.join(map(str, READABLE_VERSIONS))}"
 
 OnProgress = Callable[[str, int], None]
 """Called with a stage ("read", "sort", "write") and how many tokens have been through it in all."""
@@ -135,13 +151,11 @@ def read_header(path: Path, data: bytes | memoryview, size: int) -> Header:
         raise Truncated(path, f"file is truncated, {size} bytes where the header alone takes {HEADER.size}")
     _, version, kind, dtype, _, count, second_count, payload_bytes, checksum, own = HEADER.unpack(data[: HEADER.size])
     if own != xxhash.xxh3_64_intdigest(data[: HEADER.size - 8]):
-        if version != FORMAT_VERSION:
-            raise UnsupportedVersion(
-                path, f"format version {version} or an altered header, this release reads {FORMAT_VERSION}"
-            )
+        if version not in READABLE_VERSIONS:
+            raise UnsupportedVersion(path, f"format version {version} or an altered header, {_READABLE}")
         raise ChecksumMismatch(path, "header was altered")
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersion(path, f"format version {version}, this release reads {FORMAT_VERSION}")
+    if version not in READABLE_VERSIONS:
+        raise UnsupportedVersion(path, f"format version {version}, {_READABLE}")
     if size != HEADER.size + payload_bytes:
         raise Truncated(path, f"file has {size} bytes where its header says {HEADER.size + payload_bytes}")
     return Header(kind, dtype, count, second_count, payload_bytes, checksum)
@@ -173,6 +187,11 @@ class MappedFile:
         except FileNotFoundError:
             raise BadManifest(path, "file is missing") from None
         return MappedFile(path, header, mapping, np.frombuffer(mapping, np.uint8)[HEADER.size :])
+
+    @property
+    def entry(self) -> FileEntry:
+        """What a manifest says of it."""
+        return FileEntry(HEADER.size + self.header.payload_bytes, f"{self.header.payload_checksum:016x}")
 
     def altered(self) -> bool:
         """`damaged`, but of the file as it lies on disk, not of the mapping. Raises OSError."""
@@ -206,9 +225,11 @@ class FileEntry:
 class Manifest:
     """What a version is.
 
-    1. `files` has the four files of every segment, seg-0000 to seg-<num_segments - 1>, and no others.
+    1. `files` has the four files of every segment, seg-0000 to seg-<num_segments - 1>, from format 2 on perhaps metadata and
+       what was deleted from some of them, and no others.
     2. `fingerprint` names the tokenizer; token ids are below `vocab_size`.
-    3. `num_tokens` leaves separators out; `num_text_bytes` is what the caller counted, 0 if it did not.
+    3. `num_documents` and `num_tokens` leave out what was deleted, and tokens the separators; `num_text_bytes` is what the
+       caller counted, 0 if it did not.
     """
 
     corpus: str
@@ -245,8 +266,8 @@ class Manifest:
             raise BadManifest(path, f"manifest is no JSON text ({error})") from None
         if not isinstance(fields, dict) or "format_version" not in fields or "checksum" not in fields:
             raise BadManifest(path, "manifest is no JSON object with a format version and a checksum")
-        if fields["format_version"] != FORMAT_VERSION:
-            raise UnsupportedVersion(path, f"format version {fields['format_version']}, this release reads {FORMAT_VERSION}")
+        if fields["format_version"] not in READABLE_VERSIONS:
+            raise UnsupportedVersion(path, f"format version {fields['format_version']}, {_READABLE}")
         if fields.pop("checksum") != _manifest_checksum(fields):
             raise ChecksumMismatch(path, "manifest was altered")
         try:
@@ -256,7 +277,8 @@ class Manifest:
         except (TypeError, AttributeError, KeyError) as error:
             raise BadManifest(path, f"manifest has other members than this format ({error})") from None
         expected = {name for s in range(manifest.num_segments) for name in segment_files(s)}
-        if set(manifest.files) != expected:
+        allowed = {METADATA, *(deleted_file(s) for s in range(manifest.num_segments))} if manifest.format_version > 1 else set()
+        if not expected <= set(manifest.files) <= expected | allowed:
             raise BadManifest(path, f"manifest lists other files than those of its {manifest.num_segments} segments")
         return manifest
 
@@ -268,6 +290,25 @@ def _manifest_checksum(fields: Mapping[str, Any]) -> str:
 def segment_files(segment: int) -> list[str]:
     """The names of a segment's four files."""
     return [f"seg-{segment:04d}.{ending}" for ending in KINDS]
+
+
+def deleted_file(segment: int) -> str:
+    """The name of the file that says what was deleted from a segment."""
+    return f"seg-{segment:04d}.{DELETED}"
+
+
+def read_metadata(folder: Path) -> bytes:
+    """What `write_version` or `write_update` was given as `metadata` for the version in `folder`; b"" if nothing.
+
+    Opens nothing else of the version. Raises a FormatError naming the file.
+    """
+    entry = Manifest.read(folder).files.get(METADATA)
+    if entry is None:
+        return b""
+    file = MappedFile.open(folder / METADATA, b"meta", entry)
+    if file.damaged():
+        raise ChecksumMismatch(file.path, "content was altered")
+    return file.payload.tobytes()
 
 
 # Writing a version
@@ -294,78 +335,200 @@ def write_version(
     options: Mapping[str, Any] | None = None,
     sources: Iterable[str] = (),
     num_text_bytes: int | Callable[[], int] = 0,
+    metadata: bytes | Callable[[], bytes] = b"",
     segment_tokens: int = SEGMENT_TOKENS,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """Write a version from `documents`, pairs of a name and token ids (integers [n], 0 <= id < vocab_size); return its folder.
 
-    `options` (what JSON can hold) and `sources` are only recorded. `num_text_bytes` may be a function, asked when all
-    documents have been read. A segment ends before the document that would take it beyond `segment_tokens` (separators
-    counted); a document is never split. Documents are read one at a time, so memory is that of one segment.
+    `options` (what JSON can hold), `sources` and `metadata` are only recorded; `read_metadata` gives the latter back.
+    `num_text_bytes` and `metadata` may be functions, asked when all documents have been read. A segment ends before the
+    document that would take it beyond `segment_tokens` (separators counted); a document is never split. Documents are read one
+    at a time, so memory is that of one segment.
 
     The version appears whole, by a rename, or not at all: on any failure, also of `documents` or `on_progress`, what was
     written is removed and the exception goes on. Raises VersionExists; ValueError for bad names and for ids outside the
     vocabulary. Not safe against a second writer of the same version; the caller holds a lock. A `.tmp` left by a killed
     process is overwritten.
     """
-    final = version_path(root, corpus, version_id)
-    if final.exists():
-        raise VersionExists(f"this corpus version is published already: {final}; choose another version id")
-    width = token_width(vocab_size)
-    recorded: dict[str, Any] = json.loads(json.dumps(dict(options or {})))
-    report = on_progress or (lambda stage, num_tokens: None)
-    temporary = final.with_name(final.name + ".tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    try:
-        files: dict[str, FileEntry] = {}
-        num_segments = num_documents = num_tokens = 0
-        segment = _Segment(width, vocab_size)
-
-        def flush() -> None:
-            nonlocal segment, num_segments
-            files.update(segment.write(temporary, num_segments, report, num_tokens))
-            num_segments += 1
-            segment = _Segment(width, vocab_size)
-
+    with VersionWriter(
+        root, corpus, version_id, vocab_size=vocab_size, segment_tokens=segment_tokens, on_progress=on_progress
+    ) as writer:
+        recorded = dict(options or {})
         for name, tokens in documents:
-            if len(segment.names) and segment.size + len(tokens) + 1 > segment_tokens:
-                flush()
-            segment.add(name, tokens)
-            num_documents += 1
-            num_tokens += len(tokens)
-            report("read", num_tokens)
-        if len(segment.names) or not num_segments:
-            flush()
+            writer.add(name, tokens)
+        writer.finish(
+            fingerprint=fingerprint,
+            options=recorded,
+            sources=sources,
+            num_text_bytes=num_text_bytes() if callable(num_text_bytes) else num_text_bytes,
+            metadata=metadata() if callable(metadata) else metadata,
+        )
+    return writer.path
+
+
+class VersionWriter:
+    """A version on its way to disk. A context manager: what is not finished at its end, or fails, leaves nothing behind.
+
+    `add` documents, `link` segments of another version, then `finish`. Memory: one segment.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        corpus: str,
+        version_id: str,
+        *,
+        vocab_size: int,
+        segment_tokens: int = SEGMENT_TOKENS,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Raises VersionExists, ValueError for bad names."""
+        self.path = version_path(root, corpus, version_id)
+        if self.path.exists():
+            raise VersionExists(f"this corpus version is published already: {self.path}; choose another version id")
+        self.vocab_size = vocab_size
+        self.segment_tokens = segment_tokens
+        self.num_segments = 0
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._corpus = corpus
+        self._width = token_width(vocab_size)
+        self._files: dict[str, FileEntry] = {}
+        self._report = on_progress or (lambda stage, num_tokens: None)
+        self._temporary = self.path.with_name(self.path.name + ".tmp")
+        self._segment = _Segment(self._width, vocab_size)
+        self._finished = False
+
+    def __enter__(self) -> VersionWriter:
+        if self._temporary.exists():
+            shutil.rmtree(self._temporary)
+        self._temporary.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._finished:
+            return
+        with suppress(OSError):
+            if self.path.exists():  # it was renamed, but that may not be on disk
+                os.rename(self.path, self._temporary)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens and separators of the segment that is being filled."""
+        return self._segment.size
+
+    def add(self, name: str, tokens: NDArray[np.integer]) -> None:
+        """One more document: token ids [n]. Raises ValueError for ids outside the vocabulary."""
+        self._add(name, _packed(name, tokens, self.vocab_size, self._width), len(tokens))
+
+    def add_packed(self, name: str, packed: NDArray[np.uint8]) -> None:
+        """A document as it stands in the text of a segment of the same width, without its separator."""
+        self._add(name, packed.data, len(packed) // self._width)
+
+    def flush(self) -> None:
+        """Write the segment that is being filled, if it has documents."""
+        if self._segment.names:
+            self._files.update(self._segment.write(self._temporary, self.num_segments, self._report, self.num_tokens))
+            self.num_segments += 1
+            self._segment = _Segment(self._width, self.vocab_size)
+
+    def link(
+        self,
+        files: Sequence[tuple[Path, FileEntry]],
+        num_documents: int,
+        num_tokens: int,
+        deleted: Sequence[NDArray[Any]] | None = None,
+    ) -> None:
+        """Take over a segment of another version: its four files, in the order of KINDS, by hard links, or copies where the
+        file system has none.
+
+        `num_documents` and `num_tokens` count what is left of it, `deleted` is what `tombstones` made of the rest.
+        """
+        names = segment_files(self.num_segments)
+        for name, (path, entry) in zip(names, files, strict=True):
+            _link(path, self._temporary / name)
+            self._files[name] = entry
+        if deleted is not None:
+            name = deleted_file(self.num_segments)
+            num_suffixes = files[1][1].size - HEADER.size >> 2
+            self._files[name] = write_file(self._temporary / name, b"tomb", b"u8le", num_suffixes, num_tokens, deleted)
+        self.num_segments += 1
+        self.num_documents += num_documents
+        self.num_tokens += num_tokens
+
+    def finish(
+        self,
+        *,
+        fingerprint: str,
+        options: Mapping[str, Any],
+        sources: Iterable[str],
+        num_text_bytes: int,
+        metadata: bytes,
+    ) -> None:
+        """Write what is left, then the manifest; force it all to disk, and give the version its name."""
+        if not self.num_segments and not self._segment.names:
+            self._files.update(self._segment.write(self._temporary, 0, self._report, 0))
+            self.num_segments = 1
+        self.flush()
+        if metadata:
+            path = self._temporary / METADATA
+            self._files[METADATA] = write_file(path, b"meta", b"u1le", len(metadata), 0, [metadata])
         manifest = Manifest(
-            corpus=corpus,
-            version=version_id,
+            corpus=self._corpus,
+            version=self.path.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             fingerprint=fingerprint,
-            vocab_size=vocab_size,
-            num_segments=num_segments,
-            num_documents=num_documents,
-            num_tokens=num_tokens,
-            num_text_bytes=num_text_bytes() if callable(num_text_bytes) else num_text_bytes,
-            files=files,
+            vocab_size=self.vocab_size,
+            num_segments=self.num_segments,
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
+            num_text_bytes=num_text_bytes,
+            files=self._files,
             sources=tuple(sources),
-            options=recorded,
+            options=json.loads(json.dumps(dict(options))),
             tool=_tool(),
         )
-        with open(temporary / MANIFEST, "xb") as file:
+        with open(self._temporary / MANIFEST, "xb") as file:
             file.write(manifest.dump())
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(temporary)
-        os.rename(temporary, final)
-        _sync_folder(final.parent)
-    except BaseException:
-        if final.exists():  # it was renamed, but that may not be on disk
-            os.rename(final, temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return final
+        _sync_folder(self._temporary)
+        os.rename(self._temporary, self.path)
+        _sync_folder(self.path.parent)
+        self._finished = True
+
+    def _add(self, name: str, packed: Any, num_tokens: int) -> None:
+        if self._segment.names and self._segment.size + num_tokens + 1 > self.segment_tokens:
+            self.flush()
+        self._segment.add(name, packed, num_tokens)
+        self.num_documents += 1
+        self.num_tokens += num_tokens
+        self._report("read", self.num_tokens)
+
+
+def _packed(name: str, tokens: NDArray[np.integer], vocab_size: int, width: int) -> bytes:
+    """Token ids as they stand on disk, after a look whether they are some."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"a document must be a row of integer token ids: {name!r} is {ids.dtype} of shape {ids.shape}")
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(
+            f"token ids must lie in [0, {vocab_size}): {name!r} has {ids.min()} to {ids.max()}; check the tokenizer"
+        )
+    return pack_tokens(ids.astype(np.int64), width).tobytes()
+
+
+def _link(path: Path, link: Path) -> None:
+    """A second name for a file, or a copy, forced to disk."""
+    try:
+        os.link(path, link)
+    except OSError:
+        with open(path, "rb") as source, open(link, "xb") as copy:
+            shutil.copyfileobj(source, copy, _CHUNK)
+            copy.flush()
+            os.fsync(copy.fileno())
 
 
 class _Segment:
@@ -379,19 +542,12 @@ class _Segment:
         self.size = 0
         self._packed = bytearray()
 
-    def add(self, name: str, tokens: NDArray[np.integer]) -> None:
+    def add(self, name: str, packed: Any, num_tokens: int) -> None:
         """Append a document and its separator."""
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(f"a document must be a row of integer token ids: {name!r} is {ids.dtype} of shape {ids.shape}")
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            raise ValueError(
-                f"token ids must lie in [0, {self.vocab_size}): {name!r} has {ids.min()} to {ids.max()}; check the tokenizer"
-            )
-        self._packed += pack_tokens(ids.astype(np.int64), self.width).tobytes()
+        self._packed += packed
         self._packed += b"\xff" * self.width
         self.names.append(name.encode("utf-8", "surrogateescape"))
-        self.size += len(ids) + 1
+        self.size += num_tokens + 1
         self.offsets.append(self.size)
 
     def write(self, folder: Path, number: int, report: OnProgress, num_tokens: int) -> dict[str, FileEntry]:
@@ -435,6 +591,19 @@ def build_table(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -
     table = np.zeros((num_slots, 3), np.uint32)
     kernels.fill_table(table, text, width, order, contexts)
     return table, len(contexts)
+
+
+def tombstones(
+    order: NDArray[np.int32], offsets: NDArray[np.int64], deleted: NDArray[np.bool_]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """The payload of a `tomb` file for the documents `deleted` (bool [num_documents]) of a segment: uint64 words of bits.
+
+    (left suffixes of the order, how many of them before each 8 words and in all, deleted documents). O(n).
+    """
+    left = kernels.left_suffixes(order, offsets, deleted)
+    documents = np.zeros(-(-len(deleted) // 64) * 64, np.bool_)
+    documents[: len(deleted)] = deleted
+    return left, kernels.ranks(left), np.packbits(documents, bitorder="little").view(np.uint64)
 
 
 def _tool() -> str:

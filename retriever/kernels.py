@@ -51,6 +51,7 @@ Bytes = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 UInt32 = NDArray[np.uint32]
+UInt64 = NDArray[np.uint64]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 BlendResult = tuple[Int32, Int32, Float32, Int32, Int32]
@@ -62,6 +63,8 @@ MAX_EVIDENCE_LENGTH = 64
 
 TABLE_CONTEXT = 3
 """The table knows contexts of 1 up to this many tokens."""
+
+_NOTHING_LEFT = np.zeros(0, np.uint64)
 
 POOL_ORDERS = np.array([1, 2, 4, 8], np.int64)
 """A pool chains the earlier places that agree in the last 1, 2, 4 and 8 tokens."""
@@ -471,6 +474,101 @@ def occurs(text: Bytes, width: int, order: Int32, table: UInt32, key: Int32) -> 
     return low < high and compare(text, width, order[low], key, skip) == 0
 
 
+# What was deleted from a segment: one bit for every suffix of the order, 1 if it is left, and how many are left before each
+# block of 512. How many of an interval are left is the difference of two ranks, and the k-th of them is found by searching the
+# ranks: exact, O(1) and O(log n). So deleted text is neither matched, nor counted, nor sampled. A segment that lost nothing has
+# no such arrays (size 0).
+
+
+@kernel
+def left_suffixes(order: Int32, offsets: Int64, deleted: Any) -> UInt64:
+    """uint64 [ceil(n / 64)]: bit i is set if the document of suffix i is not deleted. O(n).
+
+    Document d is the text from offsets[d] (int64 [D + 1]) on, gone if deleted[d] (bool [D]). Bits beyond the order are 0, and
+    so are those of positions that are in no document.
+    """
+    num_tokens = max(offsets[-1], 0)
+    kept = np.zeros((num_tokens + 63) // 64, np.uint64)
+    for document in range(len(deleted)):
+        if not deleted[document]:
+            for position in range(max(offsets[document], 0), min(offsets[document + 1], num_tokens)):
+                kept[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+    left = np.zeros((len(order) + 63) // 64, np.uint64)
+    for i in range(len(order)):
+        position = int64(order[i])
+        if 0 <= position < num_tokens and kept[position >> 6] >> np.uint64(position & 63) & np.uint64(1):
+            left[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
+    return left
+
+
+@kernel
+def ranks(left: UInt64) -> UInt64:
+    """uint64 [ceil(words / 8) + 1]: how many bits are set before each block of 8 words, and in all. O(n)."""
+    before = np.zeros((len(left) + 7) // 8 + 1, np.uint64)
+    total = 0
+    for word in range(len(left)):
+        if word & 7 == 0:
+            before[word >> 3] = total
+        total += _popcount(left[word])
+    before[-1] = total
+    return before
+
+
+@kernel
+def _popcount(word: Any) -> int:
+    """How many bits of a uint64 are set."""
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@kernel
+def left_before(left: UInt64, before: UInt64, i: int) -> int:
+    """How many of the first i suffixes are left, 0 <= i <= n; `before` is that of `ranks`."""
+    block = i >> 9
+    total = int64(before[block])
+    for word in range(block << 3, i >> 6):
+        total += _popcount(left[word])
+    if i & 63:
+        total += _popcount(left[i >> 6] & ((np.uint64(1) << np.uint64(i & 63)) - np.uint64(1)))
+    return total
+
+
+@kernel
+def count_left(left: UInt64, before: UInt64, low: int, high: int) -> int:
+    """How many suffixes of the interval are left; all, if the segment lost nothing."""
+    if len(left) == 0 or low >= high:
+        return max(high - low, 0)
+    return max(0, min(high - low, left_before(left, before, high) - left_before(left, before, low)))
+
+
+@kernel
+def nth_left(left: UInt64, before: UInt64, low: int, high: int, k: int) -> int:
+    """The place of the k-th suffix (from 0) that is left in the interval; -1 if there is none."""
+    if len(left) == 0:
+        return low + k if low + k < high else -1
+    wanted = left_before(left, before, low) + k
+    first, last = low >> 9, (high - 1) >> 9  # the last block that has no more than `wanted` before it
+    while first < last:
+        middle = (first + last + 1) >> 1
+        if int64(before[middle]) <= wanted:
+            first = middle
+        else:
+            last = middle - 1
+    remaining = wanted - int64(before[first])
+    for word in range(first << 3, min((first + 1) << 3, len(left))):
+        bits = left[word]
+        here = _popcount(bits)
+        if 0 <= remaining < here:
+            for _ in range(remaining):
+                bits &= bits - np.uint64(1)
+            place = (word << 6) + _popcount((bits & (~bits + np.uint64(1))) - np.uint64(1))
+            return place if low <= place < high else -1
+        remaining -= here
+    return -1
+
+
 # A datastore: several segments
 
 
@@ -484,12 +582,12 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(address), codegen
 
 
-def describe(text: Bytes, order: Int32, table: UInt32) -> Int64:
-    """int64 [6], a segment for the kernels below: address and size of each of its arrays. The caller keeps the arrays alive."""
-    return np.array(
-        [text.ctypes.data, len(text), order.ctypes.data, len(order), table.ctypes.data, len(table)],
-        np.int64,
-    )
+def describe(text: Bytes, order: Int32, table: UInt32, left: UInt64 = _NOTHING_LEFT, before: UInt64 = _NOTHING_LEFT) -> Int64:
+    """int64 [10], a segment for the kernels below: address and size of each of its arrays. The caller keeps the arrays alive.
+
+    `left` and `before` are empty where nothing was deleted.
+    """
+    return np.array([n for array in (text, order, table, left, before) for n in (array.ctypes.data, len(array))], np.int64)
 
 
 @kernel
@@ -508,12 +606,32 @@ def _table(segment: Int64) -> UInt32:
 
 
 @kernel
+def _left(segment: Int64) -> UInt64:
+    return carray(_pointer(segment[6]), segment[7], np.uint64)
+
+
+@kernel
+def _before_blocks(segment: Int64) -> UInt64:
+    return carray(_pointer(segment[8]), segment[9], np.uint64)
+
+
+@kernel
 def usable_length(context: Int32, vocab_size: int, max_length: int) -> int:
     """How many tokens at the end of the context can be looked up: at most `max_length`, none before one that is no token."""
     length = 0
     while length < min(len(context), max_length) and 0 <= context[len(context) - 1 - length] < vocab_size:
         length += 1
     return length
+
+
+@kernel
+def _occurs_in(segment: Int64, width: int, key: Int32) -> bool:
+    """Whether `key` occurs in what is left of the segment."""
+    text, order, table = _text(segment), _order(segment), _table(segment)
+    if segment[7] == 0:
+        return bool(occurs(text, width, order, table, key))
+    low, high = find_interval(text, width, order, table, key)
+    return bool(count_left(_left(segment), _before_blocks(segment), low, high) > 0)
 
 
 @kernel
@@ -528,8 +646,7 @@ def longest_match(segments: Int64, width: int, context: Int32, limit: int) -> in
         key = context[len(context) - middle :]
         found = False
         for s in range(len(segments)):
-            segment = segments[s]
-            if not found and occurs(_text(segment), width, _order(segment), _table(segment), key):
+            if not found and _occurs_in(segments[s], width, key):
                 found = True
         if found:
             low = middle
@@ -540,14 +657,18 @@ def longest_match(segments: Int64, width: int, context: Int32, limit: int) -> in
 
 @kernel
 def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> int:
-    """How often `key` occurs in all segments; its interval in segment s is left in intervals[s], int64 [S, 2]."""
+    """How often `key` occurs in what is left of all segments.
+
+    Its interval in segment s, and how many suffixes of that are left, are written to intervals[s], int64 [S, 3].
+    """
     total = 0
     for s in range(len(segments)):
         segment = segments[s]
         low, high = find_interval(_text(segment), width, _order(segment), _table(segment), key)
         intervals[s, 0] = low
         intervals[s, 1] = high
-        total += high - low
+        intervals[s, 2] = count_left(_left(segment), _before_blocks(segment), low, high)
+        total += intervals[s, 2]
     return total
 
 
@@ -574,7 +695,7 @@ def lookup(
     rows = np.empty((num_samples * num_classes, depth), np.int32)
     lengths = np.empty(num_samples * num_classes, np.int32)
     weights = np.empty(num_samples * num_classes, np.float64)
-    intervals = np.empty((len(segments), 2), np.int64)
+    intervals = np.empty((len(segments), 3), np.int64)
     num_rows = 0
     length = longest_match(segments, width, context, usable_length(context, vocab_size, max_length))
     longer = 0
@@ -591,12 +712,16 @@ def lookup(
             before = 0  # occurrences in the segments before this one
             for i in range(num_taken):
                 at = (2 * i + 1) * count // (2 * num_taken)
-                while at - before >= intervals[segment_index, 1] - intervals[segment_index, 0]:
-                    before += intervals[segment_index, 1] - intervals[segment_index, 0]
+                while at - before >= intervals[segment_index, 2]:
+                    before += intervals[segment_index, 2]
                     segment_index += 1
                 segment = segments[segment_index]
                 text = _text(segment)
-                position = int64(_order(segment)[intervals[segment_index, 0] + at - before])
+                low, high = intervals[segment_index, 0], intervals[segment_index, 1]
+                place = nth_left(_left(segment), _before_blocks(segment), low, high, at - before)
+                if place < 0:
+                    continue
+                position = int64(_order(segment)[place])
                 if longer and _agrees(text, width, position - (longer - length), context, longer):
                     continue
                 num_fresh += 1
@@ -808,7 +933,8 @@ def warmup() -> None:
     segments = describe(text, order, table)[None]
     context = np.array([1], np.int32)
     longest_match(segments, 1, context, 1)
-    count_matches(segments, 1, context, np.zeros((1, 2), np.int64))
+    count_matches(segments, 1, context, np.zeros((1, 3), np.int64))
+    ranks(left_suffixes(order, np.array([0, 4], np.int64), np.array([False])))
     lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4)
     order_faults(text, 1, order, 1, 8)
     all_order_faults(text, 1, order, 255)

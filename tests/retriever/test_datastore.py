@@ -48,7 +48,7 @@ class Segments:
         length = kernels.longest_match(self.described, self.width, key, limit)
         if not length:
             return 0, 0
-        intervals = np.zeros((len(self.described), 2), np.int64)
+        intervals = np.zeros((len(self.described), 3), np.int64)
         return length, kernels.count_matches(self.described, self.width, key[len(key) - length :], intervals)
 
     def lookup(self, context: Sequence[int], budget: int) -> kernels.BlendResult:

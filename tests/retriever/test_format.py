@@ -40,7 +40,7 @@ def test_the_bytes_are_those_drawn(version: Path) -> None:
     """The drawing at the top of format.py, read with `struct` alone."""
     data = (version / "seg-0000.tokens").read_bytes()
     magic, number, kind, dtype, zero, count, second, size, checksum, own = struct.unpack("<8sI4s4sIQQQQQ", data[:64])
-    assert (magic, number, kind, dtype, zero) == (b"\x89LOOM\r\n\x1a", 1, b"toks", b"u1be", 0)
+    assert (magic, number, kind, dtype, zero) == (b"\x89LOOM\r\n\x1a", 2, b"toks", b"u1be", 0)
     assert (count, second, size) == (12, 2, 12)
     assert data[64:] == bytes([1, 2, 3, 1, 2, 4, 255, 5, 1, 2, 3, 255])
     assert checksum == xxhash.xxh3_64_intdigest(data[64:])
@@ -124,10 +124,10 @@ def test_a_later_format_is_named(version: Path) -> None:
     """A file of another format version, otherwise sound, says which one it is and which one is read."""
     path = version / "seg-0000.tokens"
     data = bytearray(path.read_bytes())
-    data[8] = 2
+    data[8] = 3
     data[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(data[:56])))
     path.write_bytes(data)
-    with pytest.raises(UnsupportedVersion, match="format version 2, this release reads 1"):
+    with pytest.raises(UnsupportedVersion, match="format version 3, this release reads 1 and 2"):
         Datastore.open(version)
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_manifest_is_refused(version: Path) -> None:
     path.write_bytes(whole.replace(b'"num_tokens": 10', b'"num_tokens": 11'))
     with pytest.raises(ChecksumMismatch, match="manifest was altered"):
         Datastore.open(version)
-    path.write_bytes(whole.replace(b'"format_version": 1', b'"format_version": 9'))
+    path.write_bytes(whole.replace(b'"format_version": 2', b'"format_version": 9'))
     with pytest.raises(UnsupportedVersion, match="format version 9"):
         Datastore.open(version)
     path.unlink()
