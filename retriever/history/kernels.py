@@ -1,0 +1,254 @@
+"""The kernels of a history: documents in blocks, and chains of the places that agree in their last tokens.
+
+# Layout
+
+A *place* is a number: block * BLOCK + offset. The tokens of a document fill its blocks one after the other; `before` and `after`
+link the blocks of one document, -1 at its ends. What is behind the last token of a last block is -1.
+
+For every length in ORDERS, the places whose so many preceding tokens fall into one bucket are a chain, latest first, linked both
+ways, so that a document can be taken out of the middle. A place is chained once it holds a token, and only if the tokens before
+it are of its own document: nothing crosses from one to the next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.kernels import BlendResult, Float64, Int32, blend, hash_context, int64, kernel, usable_length
+
+BLOCK = 16
+"""Tokens in a block. A document leaves half of one empty on average."""
+
+ORDERS = np.array([1, 2, 4, 8], np.int64)
+"""Numbers of preceding tokens that places are chained by."""
+
+_LONGEST = 8
+
+
+class Places(NamedTuple):
+    """The arrays of a history with room for `n` places and `b` buckets (a power of two).
+
+    `text` int32 [n], -1 where there is no token; `before`, `after`, `owner` int32 [n / BLOCK], `owner` being the document's
+    number; `heads` int32 [orders, b]; `older`, `newer` int32 [orders, n], -1 at a chain's ends.
+    """
+
+    text: Int32
+    before: Int32
+    after: Int32
+    owner: Int32
+    heads: Int32
+    older: Int32
+    newer: Int32
+
+    @staticmethod
+    def empty(num_blocks: int) -> Places:
+        """Room for `num_blocks` blocks."""
+        num_places, orders = num_blocks * BLOCK, len(ORDERS)
+        buckets = 1 << max(num_places - 1, 1).bit_length() - 1
+        return Places(
+            np.full(num_places, -1, np.int32),
+            *(np.full(num_blocks, -1, np.int32) for _ in range(3)),
+            np.full((orders, max(buckets, 2)), -1, np.int32),
+            *(np.full((orders, num_places), -1, np.int32) for _ in range(2)),
+        )
+
+
+@kernel
+def extend(places: Places, place: int, tokens: Int32, blocks: Int32, unchained: int) -> None:
+    """Write `tokens` from `place` on, the first free one of a document (or of its first block), and chain them.
+
+    `blocks` are the blocks to go on in when one is full, linked already. The first `unchained` tokens are not chained: they are
+    only ever matched. O(1) a token.
+    """
+    recent = np.empty(_LONGEST, np.int32)
+    run = _preceding(places, place, recent)
+    num_taken = 0
+    for i in range(len(tokens)):
+        if i and place % BLOCK == 0:
+            place = int64(blocks[num_taken]) * BLOCK
+            num_taken += 1
+        places.text[place] = tokens[i]
+        if i >= unchained:
+            for o in range(len(ORDERS)):
+                if ORDERS[o] <= run:
+                    _link(places, o, _bucket(places, recent, ORDERS[o]), place)
+        recent[:-1] = recent[1:]
+        recent[-1] = tokens[i]
+        run = min(run + 1, _LONGEST)
+        place += 1
+
+
+@kernel
+def remove(places: Places, block: int) -> None:
+    """Take the document that begins with `block` out of all chains and empty its blocks; they stay linked. O(1) a token."""
+    recent = np.empty(_LONGEST, np.int32)
+    run = 0
+    at = block
+    while at >= 0:
+        for place in range(at * BLOCK, (at + 1) * BLOCK):
+            token = places.text[place]
+            if token < 0:
+                break
+            for o in range(len(ORDERS)):
+                if ORDERS[o] <= run:
+                    _unlink(places, o, _bucket(places, recent, ORDERS[o]), place)
+            recent[:-1] = recent[1:]
+            recent[-1] = token
+            run = min(run + 1, _LONGEST)
+        at = int64(places.after[at])
+    at = block
+    while at >= 0:
+        places.text[at * BLOCK : (at + 1) * BLOCK] = -1
+        places.owner[at] = -1
+        at = int64(places.after[at])
+
+
+@kernel
+def read(places: Places, block: int, tokens: Int32) -> None:
+    """Fill `tokens` from the document that begins with `block`."""
+    _follow(places, block * BLOCK, tokens)
+
+
+@kernel
+def lookup(places: Places, context: Int32, budget: int, own: int, max_length: int, probes: int, depth: int) -> BlendResult:
+    """What followed the end of `context` in all documents but `own`, as `blend` has it.
+
+    For each of the orders, longest first, at most `probes` of the latest occurrences that match in so many tokens and in fewer
+    than the next longer order; a chain is left after 4 `probes` steps.
+    """
+    found, lengths = _occurrences(places, context, own, max_length, probes)
+    rows = np.empty((len(found), depth), np.int32)
+    for i in range(len(found)):
+        _follow(places, int64(found[i]), rows[i])
+    return blend(rows, lengths, np.ones(len(found), np.float64), budget)
+
+
+@kernel
+def credit(places: Places, context: Int32, emitted: Int32, own: int, max_length: int, probes: int) -> tuple[int, int]:
+    """(document, tokens): whose text went on with most of `emitted` after the end of `context`, and with how many of them.
+
+    Looked at is what `lookup` looks at; of equals, the longer match, then the later. (-1, 0) if there is none.
+    """
+    found, _ = _occurrences(places, context, own, max_length, probes)
+    row = np.empty(len(emitted), np.int32)
+    best, most = -1, 0
+    for i in range(len(found)):
+        _follow(places, int64(found[i]), row)
+        reached = 0
+        while reached < len(row) and row[reached] == emitted[reached]:
+            reached += 1
+        if reached > most:
+            best, most = int64(places.owner[found[i] // BLOCK]), reached
+    return best, most
+
+
+@kernel
+def _occurrences(places: Places, context: Int32, own: int, max_length: int, probes: int) -> tuple[Int32, Int32]:
+    """(places, lengths of match): where what followed the context stands, longest order first, latest first in each."""
+    limit = usable_length(context, np.iinfo(np.int32).max, max_length)
+    found = np.empty(len(ORDERS) * probes, np.int32)
+    lengths = np.empty(len(found), np.int32)
+    num_found = 0
+    for o in range(len(ORDERS) - 1, -1, -1):
+        order = ORDERS[o]
+        if order > limit:
+            continue
+        place = int64(places.heads[o, _bucket(places, context, order)])
+        steps = 0
+        taken = 0
+        while place >= 0 and steps < 4 * probes and taken < probes:
+            if places.owner[place // BLOCK] != own:
+                length = _agreement(places, place, context, limit)
+                if length >= order and not (o + 1 < len(ORDERS) and length >= ORDERS[o + 1]):
+                    found[num_found] = place
+                    lengths[num_found] = length
+                    num_found += 1
+                    taken += 1
+            place = int64(places.older[o, place])
+            steps += 1
+    return found[:num_found], lengths[:num_found]
+
+
+@kernel
+def _bucket(places: Places, tokens: Int32, length: int) -> int:
+    return hash_context(tokens[len(tokens) - length :], length) & (places.heads.shape[1] - 1)
+
+
+@kernel
+def _back(places: Places, place: int) -> int:
+    """The place before; -1 at a document's beginning."""
+    if place % BLOCK:
+        return place - 1
+    block = int64(places.before[place // BLOCK])
+    return block * BLOCK + BLOCK - 1 if block >= 0 else -1
+
+
+@kernel
+def _agreement(places: Places, place: int, context: Int32, limit: int) -> int:
+    """How many tokens before `place` are the last of the context, at most `limit`."""
+    length = 0
+    place = _back(places, place)
+    while place >= 0 and length < limit and places.text[place] == context[len(context) - 1 - length]:
+        length += 1
+        place = _back(places, place)
+    return length
+
+
+@kernel
+def _preceding(places: Places, place: int, recent: Int32) -> int:
+    """Fill the end of `recent` with the tokens before `place`; how many there are."""
+    num_found = 0
+    place = _back(places, place)
+    while place >= 0 and num_found < len(recent):
+        num_found += 1
+        recent[len(recent) - num_found] = places.text[place]
+        place = _back(places, place)
+    return num_found
+
+
+@kernel
+def _follow(places: Places, place: int, row: Int32) -> None:
+    """Copy the text from `place` on into the row, to the end of the document, and pad with -1."""
+    i = 0
+    while i < len(row):
+        token = places.text[place]
+        if token < 0:
+            break
+        row[i] = token
+        i += 1
+        place += 1
+        if place % BLOCK == 0:
+            block = int64(places.after[place // BLOCK - 1])
+            if block < 0:
+                break
+            place = block * BLOCK
+    row[i:] = -1
+
+
+@kernel
+def _link(places: Places, order: int, bucket: int, place: int) -> None:
+    head = int64(places.heads[order, bucket])
+    places.older[order, place] = head
+    places.newer[order, place] = -1
+    if head >= 0:
+        places.newer[order, head] = place
+    places.heads[order, bucket] = place
+
+
+@kernel
+def _unlink(places: Places, order: int, bucket: int, place: int) -> None:
+    """Take a place out of its chain; one that is in none (never chained) is left alone."""
+    older, newer = int64(places.older[order, place]), int64(places.newer[order, place])
+    if newer < 0 and places.heads[order, bucket] != place:
+        return
+    if newer >= 0:
+        places.older[order, newer] = older
+    else:
+        places.heads[order, bucket] = older
+    if older >= 0:
+        places.newer[order, older] = newer
+    places.older[order, place] = -1
+    places.newer[order, place] = -1
