@@ -443,6 +443,43 @@ def _race(z: Any, weight: Any, near: Any, top: int, last_z: float, last_id: int,
     return best
 
 
+@_jit
+def likeliest(logits: Any, out: Any) -> None:
+    """out[i] (int32 [k]) = the ids of the k largest entries of logits[i] (float32 [V], k <= V), best first, ties to the lowest
+    id; NaN counts as -inf.
+
+    A block of entries none of which exceeds the k-th so far is passed over by its largest, so a row is little more than one
+    read: O(V + (blocks passed into) (block + k)).
+    """
+    block = 64
+    size, k = logits.shape[1], out.shape[1]
+    best = np.empty(k, np.float32)
+    for i in range(len(logits)):
+        row = logits[i]
+        num = 0
+        for start in range(0, size if k > 0 else 0, block):
+            end = min(start + block, size)
+            if num == k and end - start == block:
+                bound = best[k - 1]
+                above = 0
+                for j in range(block):
+                    above += np.int32(row[start + j] > bound)
+                if above == 0:
+                    continue
+            for j in range(start, end):
+                value = row[j] if row[j] == row[j] else np.float32(-np.inf)
+                if num == k and not value > best[k - 1]:
+                    continue
+                at = num if num < k else k - 1
+                num = min(num + 1, k)
+                while at > 0 and best[at - 1] < value:
+                    best[at] = best[at - 1]
+                    out[i, at] = out[i, at - 1]
+                    at -= 1
+                best[at] = value
+                out[i, at] = j
+
+
 def warmup() -> None:
     """Compile every kernel for the types they are called with. Some seconds the first time, then read from numba's cache."""
     one = np.zeros(1, np.int32)
@@ -457,4 +494,5 @@ def warmup() -> None:
     table = np.zeros(NUM_BUCKETS)
     calibrate(prob, one, one, table, table, 1.0, np.zeros(1, np.float32))
     observe(prob, one, one, out, table, table, 1.0)
+    likeliest(np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int32))
     choose(np.zeros(8, np.float32), 1.0, 2, 0.5, 0.1, np.uint64(0), 0, np.zeros(8), np.zeros(8), np.zeros(8, np.bool_))

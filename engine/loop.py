@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.drafters.panel import Panel
 from engine.session import Session, Step
 from engine.target import StepResult, TargetSequence
@@ -20,6 +22,9 @@ class Times:
     commit: float = 0.0
 
 
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
 async def decode(
     session: Session, panel: Panel, sequence: TargetSequence, times: Times
 ) -> AsyncGenerator[tuple[Step, StepResult], None]:
@@ -27,10 +32,12 @@ async def decode(
 
     Whatever the panel does, the tokens are the target's own. Raises what `sequence.step` raises.
     """
+    if len(sequence.feedback.nodes):
+        panel.accept(_NO_TOKENS, sequence.feedback)
     while not session.finished:
         start = time.perf_counter()
         drafts = await panel.propose(session.tokens)
-        tree = session.tree(drafts, sequence.curve)
+        tree = session.tree(drafts, sequence.curve, panel.lookahead)
         drafted = time.perf_counter()
         result = await sequence.step(tree)
         verified = time.perf_counter()

@@ -18,7 +18,7 @@ No I/O, no clock, no text: drive it by hand in a test or a REPL.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.calibration import Calibration, Credit
-from engine.tree import CandidateTree, CostCurve, Draft, best_size, merge, with_room
+from engine.tree import CANDIDATE, CandidateTree, CostCurve, Draft, LookaheadRows, best_size, merge, with_room
 
 if TYPE_CHECKING:
     from engine.target import StepResult
@@ -100,8 +100,16 @@ class Session:
         """New tokens so far."""
         return self._length - self._num_prompt
 
-    def tree(self, drafts: Sequence[Draft | None], curve: CostCurve) -> CandidateTree:
+    def tree(
+        self,
+        drafts: Sequence[Draft | None],
+        curve: CostCurve,
+        lookahead: Callable[[int, CostCurve], LookaheadRows] | None = None,
+    ) -> CandidateTree:
         """Weave one valid draft per source (None: dropped for this step) into the tree that is worth its rows under `curve`.
+
+        `lookahead(num_rows, curve)` says which rows to add to a tree of `num_rows`; a tree that has some is sent without room,
+        since the worker leaves it whole.
 
         Raises RuntimeError when the session has finished or the last tree was not committed.
         """
@@ -116,7 +124,9 @@ class Session:
             for kind, draft in zip(self._kinds, drafts, strict=True)
         ]
         tree = merge(calibrated, self._credit.weights.tolist(), root, position, self._max_nodes)
-        self._tree = tree.cut(1 + with_room(best_size(tree.probs[1:], curve)))
+        size = best_size(tree.probs[1:], curve)
+        extra = LookaheadRows.none() if lookahead is None or not self._max_nodes else lookahead(1 + size, curve)
+        self._tree = tree.cut(1 + size).with_lookahead(extra) if len(extra) else tree.cut(1 + with_room(size))
         return self._tree
 
     def commit(self, result: StepResult) -> Step:
@@ -163,7 +173,7 @@ class Session:
     def _count(self, tree: CandidateTree, result: StepResult) -> None:
         tally = self.tally
         tally.num_steps += 1
-        tally.num_verified += len(result.verified) - 1
+        tally.num_verified += int(np.count_nonzero(tree.roles[result.verified] == CANDIDATE)) - 1
         tally.num_accepted += len(result.path)
         tally.expected += float(tree.probs[result.verified].sum()) - 1.0
         for s in range(len(self.labels)):

@@ -93,6 +93,35 @@ _EMPTY_DRAFT = Draft.of([], [], [])
 
 
 @dataclass(frozen=True)
+class LookaheadRows:
+    """Rows that a source wants verified beside the candidates, to learn from what the target says after them.
+
+    `tokens` int32 [n], ids of the target's vocabulary; `parents` int32 [n], the index of each row's parent among them, -1 for
+    the root; parents[i] < i.
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+
+    @staticmethod
+    def none() -> LookaheadRows:
+        """No rows."""
+        return LookaheadRows(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError naming the first invariant that does not hold."""
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"{len(self.tokens)} lookahead tokens but {len(self.parents)} parents")
+        if np.any((self.tokens < 0) | (self.tokens >= vocab_size)):
+            raise ValueError("a lookahead token outside the vocabulary")
+        if np.any((self.parents < -1) | (self.parents >= np.arange(len(self.parents)))):
+            raise ValueError("a lookahead parent that does not precede its row")
+
+
+@dataclass(frozen=True)
 class CandidateTree:
     """What goes to the target for verification: the root and the candidates, best first.
 
@@ -141,6 +170,20 @@ class CandidateTree:
         if m == len(self):
             return self
         return CandidateTree(self.tokens[:m], self.parents[:m], self.probs[:m], self.sources[:m], self.roles[:m], self.position)
+
+    def with_lookahead(self, rows: LookaheadRows) -> CandidateTree:
+        """The same candidates, which no lookahead row may follow yet, and `rows` behind them."""
+        n, m = len(self), len(rows)
+        if not m:
+            return self
+        return CandidateTree(
+            np.concatenate([self.tokens, rows.tokens]),
+            np.concatenate([self.parents, np.where(rows.parents < 0, 0, rows.parents + n).astype(np.int32)]),
+            np.concatenate([self.probs, np.zeros(m, np.float32)]),
+            np.concatenate([self.sources, np.zeros(m, np.int64)]),
+            np.concatenate([self.roles, np.full(m, LOOKAHEAD, np.uint8)]),
+            self.position,
+        )
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError naming the first invariant that does not hold. Called where trees enter from outside."""

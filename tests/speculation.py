@@ -93,6 +93,7 @@ class Hint:
     ) -> None:
         self.name = name
         self.blocking = blocking
+        self.top_k = 0
         self.num_closed = 0
         self._source = source
         self._fails_in = fails_in

@@ -50,7 +50,7 @@ class DecodeResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[OpenResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., refused: _Optional[_Union[StepRefused, _Mapping]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("tenant", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "feedback_top_k")
+    __slots__ = ("tenant", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "feedback_top_k", "feedback_prompt")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class OpenRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_TOP_K_FIELD_NUMBER: _ClassVar[int]
+    FEEDBACK_PROMPT_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generation_pb2.SamplingParams
@@ -67,13 +68,16 @@ class OpenRequest(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
     feedback_top_k: int
-    def __init__(self, tenant: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., feedback_top_k: _Optional[int] = ...) -> None: ...
+    feedback_prompt: int
+    def __init__(self, tenant: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., feedback_top_k: _Optional[int] = ..., feedback_prompt: _Optional[int] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("curve",)
+    __slots__ = ("curve", "feedback")
     CURVE_FIELD_NUMBER: _ClassVar[int]
+    FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     curve: CostCurve
-    def __init__(self, curve: _Optional[_Union[CostCurve, _Mapping]] = ...) -> None: ...
+    feedback: Feedback
+    def __init__(self, curve: _Optional[_Union[CostCurve, _Mapping]] = ..., feedback: _Optional[_Union[Feedback, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("position", "tokens", "parents", "probs", "sources", "roles")
@@ -118,14 +122,18 @@ class StepRefused(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class Feedback(_message.Message):
-    __slots__ = ("nodes", "top_ids", "top_k")
+    __slots__ = ("nodes", "top_ids", "top_k", "parents", "num_lookahead")
     NODES_FIELD_NUMBER: _ClassVar[int]
     TOP_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedScalarFieldContainer[int]
     top_ids: _containers.RepeatedScalarFieldContainer[int]
     top_k: int
-    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_k: _Optional[int] = ...) -> None: ...
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    num_lookahead: int
+    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_k: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., num_lookahead: _Optional[int] = ...) -> None: ...
 
 class CostCurve(_message.Message):
     __slots__ = ("rows", "seconds")

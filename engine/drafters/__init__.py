@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.memory import Tenant
-from engine.tree import Draft
+from engine.tree import CostCurve, Draft, LookaheadRows
 
 if TYPE_CHECKING:
     from engine.text import Tokenizer
@@ -25,15 +25,19 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a verified step tells the sources, besides the emitted tokens.
+    """What the target's rows tell the sources, besides the emitted tokens: those of a verified tree, or of a prompt's end.
 
-    1. `top_ids` is int32 [num_verified, k], the target's k likeliest next tokens at every verified node (row 0: the root),
-       or [0, 0] when nobody asked for it.
-    2. `nodes` is int32 [num_verified], the token of each of those nodes.
+    1. `top_ids` is int32 [n, k], the target's k likeliest next tokens at every row (row 0 of a tree: the root), likeliest
+       first, or [0, 0] when nobody asked for it.
+    2. `nodes` is int32 [n], the token of each row, and `parents` int32 [n] the row before it in the text, -1 where that is no
+       row of this feedback. Rows of a prompt are a chain.
+    3. The last `num_lookahead` rows of a tree are lookahead rows: what they follow is a guess that nobody drafted.
     """
 
     top_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     nodes: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_lookahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,24 @@ class Drafting(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int], feedback: Feedback) -> None:
-        """Take in the tokens just emitted; the only place where state advances."""
+        """Take in the tokens just emitted; the only place where state advances.
+
+        Before the first step it may be called with no tokens and with what the target said along the prompt.
+        """
         ...
 
     def close(self) -> None:
         """Release what the request held. Called exactly once."""
+        ...
+
+
+@runtime_checkable
+class Lookahead(Protocol):
+    """A drafting that also wants rows of its own in the pass."""
+
+    def lookahead(self, num_rows: int, curve: CostCurve) -> LookaheadRows:
+        """Rows to add to a tree of `num_rows`, given what a pass costs; what the target says after them is the end of the
+        feedback. Pure as to committed state."""
         ...
 
 
@@ -85,6 +102,8 @@ class Drafter(Protocol):
     """Its name in requests, statistics and settings."""
     blocking: bool
     """True if `propose` may wait (disk, network): it then runs on a thread of its own and may be skipped."""
+    top_k: int
+    """How many of the target's likeliest next tokens it wants to hear for every verified node; 0 if it learns from none."""
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
         """The (label, drafting) pairs for one request; none when the source has nothing to work with.

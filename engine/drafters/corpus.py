@@ -18,6 +18,7 @@ class CorpusDrafter:
 
     name = "corpus"
     blocking = False
+    top_k = 0
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
         """`corpus:NAME` for every corpus of the request."""

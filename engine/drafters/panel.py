@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from engine.drafters import Drafter, Drafting, DraftRequest, Feedback, Tokens
-from engine.tree import MAX_SOURCES, Draft
+from engine.drafters import Drafter, Drafting, DraftRequest, Feedback, Lookahead, Tokens
+from engine.tree import MAX_SOURCES, CostCurve, Draft, LookaheadRows
 
 log = logging.getLogger("draftloom.drafters")
 
@@ -93,6 +93,14 @@ class Panel:
             drafts[i] = self._seats[i].collect(future)
         return drafts
 
+    def lookahead(self, num_rows: int, curve: CostCurve) -> LookaheadRows:
+        """The rows that a source wants beside a tree of `num_rows`: those of the first that wants some, since the feedback
+        has one such part. A blocking source is not asked."""
+        for seat in self._seats:
+            if len(rows := seat.lookahead(num_rows, curve)):
+                return rows
+        return LookaheadRows.none()
+
     def accept(self, tokens: Tokens, feedback: Feedback) -> None:
         """Tell every source what was emitted."""
         for seat in self._seats:
@@ -122,6 +130,7 @@ class _Seat:
         self.blocking = blocking
         self.record = Record()
         self._drafting = drafting
+        self._rows = drafting.lookahead if isinstance(drafting, Lookahead) and not blocking else None
         self._vocab_size = vocab_size
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"draft-{label}") if blocking else None
@@ -159,6 +168,21 @@ class _Seat:
         if asked is None:
             return None
         return self._judge(asked.result() if asked.done() else None)
+
+    def lookahead(self, num_rows: int, curve: CostCurve) -> LookaheadRows:
+        """The rows it wants; none if it failed, or is no source of rows."""
+        if self._rows is None or self._broken:
+            return LookaheadRows.none()
+        start = self._clock()
+        try:
+            rows = self._rows(num_rows, curve)
+            rows.validate(self._vocab_size)
+            return rows
+        except Exception as error:
+            self._failed(error)
+            return LookaheadRows.none()
+        finally:
+            self.record.seconds += self._clock() - start
 
     def accept(self, tokens: Tokens, feedback: Feedback) -> None:
         """Pass on what was emitted; a source that fails here has lost its state and is not asked again."""

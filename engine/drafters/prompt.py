@@ -17,6 +17,7 @@ class PromptDrafter:
 
     name = "prompt"
     blocking = False
+    top_k = 0
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
         """Always one: every request has a prompt."""

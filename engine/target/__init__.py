@@ -49,6 +49,8 @@ class SequenceRequest:
     1. `prompt` is int32 [n], n >= 1, all ids within the vocabulary.
     2. `num_logprobs`: -1 none, 0 the emitted token's only, k the k likeliest beside it.
     3. `feedback_top_k`: how many likeliest next tokens to return for every verified node; 0 none.
+    4. `feedback_prompt`: for how many rows at the end of the prompt (its last token, the first root, left out) to return them
+       when the sequence is opened. Each costs its part of the product with the output matrix; 0 none.
     """
 
     prompt: NDArray[np.int32]
@@ -57,6 +59,7 @@ class SequenceRequest:
     tenant: str
     num_logprobs: int = -1
     feedback_top_k: int = 0
+    feedback_prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class TargetSequence(Protocol):
 
     curve: CostCurve
     """The last cost curve seen."""
+    feedback: Feedback
+    """What the target said along the end of the prompt, at most `feedback_prompt` rows; empty if nobody asked."""
 
     async def step(self, tree: CandidateTree) -> StepResult:
         """Verify `tree`, whose root is the last committed token, and commit what the target says.

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import walk
+from engine.drafters import Feedback
 from engine.target import SequenceRequest, StepResult, TargetInfo
 from engine.target.batching import cut_together
-from engine.target.sampling import Sampler, check_request, feedback
+from engine.target.sampling import Sampler, check_request, feedback, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 
@@ -83,6 +84,7 @@ class FakeSequence:
 
     def __init__(self, target: FakeTarget, request: SequenceRequest) -> None:
         self.curve = target.curve
+        self.feedback = self._read(target, request)
         self._target = target
         self._request = request
         self._prefix = request.prompt.astype(np.int32)
@@ -113,6 +115,14 @@ class FakeSequence:
             feedback=feedback(tree, rows, self._request.feedback_top_k),
             logprobs=logprobs,
         )
+
+    @staticmethod
+    def _read(target: FakeTarget, request: SequenceRequest) -> Feedback:
+        """What the model says along the end of the prompt."""
+        prompt = request.prompt.astype(np.int32)
+        rows = prompt_rows(request)
+        ends = range(len(prompt) - rows, len(prompt))
+        return prompt_feedback(request, [likeliest(target.logits(prompt[:end])[None], request.feedback_top_k) for end in ends])
 
     def _path(self, tree: CandidateTree, node: int) -> NDArray[np.int32]:
         tail: list[int] = []

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from engine import kernels as core_kernels
 from engine.acceptance import walk
+from engine.drafters import Feedback
 from engine.errors import Exhausted
 from engine.target import SequenceRequest, StepResult, TargetInfo
 from engine.target.attention import Part, Pass
 from engine.target.batching import Batcher, CostMeter, Work, cut_together
 from engine.target.cache import KVStorage, KVTable
 from engine.target.model import Model, load
-from engine.target.sampling import Sampler, check_request, feedback
+from engine.target.sampling import Sampler, check_request, feedback, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 _CHUNK = 256
@@ -147,7 +148,7 @@ class LocalTarget:
         packed: list[_Packed] = []
         for i, work in enumerate(works):
             if work.chunk is not None:
-                rows = _Packed.of_chunk(i, work.chunk)
+                rows = _Packed.of_chunk(i, work.chunk, work.owner.num_heard(len(work.chunk)))
             else:
                 rows = _Packed.of_tree(i, next(cut).cut(work.owner.table.room))
             try:
@@ -161,12 +162,12 @@ class LocalTarget:
         everything = Pass(self.storage, [Part(works[rows.index].owner.table, rows.parents) for rows in packed])
         verified = np.concatenate(
             [
-                everything.firsts[at] + np.arange(len(rows.tokens), dtype=np.int32)
+                everything.firsts[at] + np.arange(len(rows.tokens) - rows.num_heard, len(rows.tokens), dtype=np.int32)
                 for at, rows in enumerate(packed)
-                if rows.tree is not None
             ]
-            or [np.zeros(1, np.int32)]  # nobody asks for a chunk's logits, but the model computes at least one row
         )
+        if not len(verified):
+            verified = np.zeros(1, np.int32)  # nobody asks for a chunk's logits, but the model computes at least one row
         all_tokens = np.concatenate([rows.tokens for rows in packed])
         logits = self._model.forward(all_tokens, everything, verified)
         seconds = time.perf_counter() - start
@@ -177,11 +178,12 @@ class LocalTarget:
         first = 0
         for rows in packed:
             owner = works[rows.index].owner
+            mine = logits[first : first + rows.num_heard]
+            first += rows.num_heard
             if rows.tree is None:
                 owner.table.keep(np.arange(len(rows.tokens), dtype=np.int32))
+                owner.hear(mine)
             else:
-                mine = logits[first : first + len(rows.tree)]
-                first += len(rows.tree)
                 try:
                     answers[rows.index] = owner.finish_step(rows.tree, mine, curve, seconds)
                 except Exception as error:  # one sequence's sampling is no other's concern
@@ -207,20 +209,24 @@ class LocalTarget:
 
 @dataclass(frozen=True)
 class _Packed:
-    """The rows of wish `index` in a pass: a cut tree, or a chunk of a prompt (a chain; `tree` is None)."""
+    """The rows of wish `index` in a pass: a cut tree, or a chunk of a prompt (a chain; `tree` is None).
+
+    The logits of the last `num_heard` are wanted: all of a tree's.
+    """
 
     index: int
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     tree: CandidateTree | None
+    num_heard: int
 
     @staticmethod
     def of_tree(index: int, tree: CandidateTree) -> _Packed:
-        return _Packed(index, tree.tokens, tree.parents, tree)
+        return _Packed(index, tree.tokens, tree.parents, tree, len(tree))
 
     @staticmethod
-    def of_chunk(index: int, chunk: NDArray[np.int32]) -> _Packed:
-        return _Packed(index, chunk, np.arange(-1, len(chunk) - 1, dtype=np.int32), None)
+    def of_chunk(index: int, chunk: NDArray[np.int32], num_heard: int) -> _Packed:
+        return _Packed(index, chunk, np.arange(-1, len(chunk) - 1, dtype=np.int32), None, num_heard)
 
 
 class LocalSequence:
@@ -234,6 +240,22 @@ class LocalSequence:
         self._root = int(request.prompt[-1])
         self._sampler = Sampler(request, target.info.vocab_size, target.info.context_length)
         self._finished = False
+        self._heard: list[NDArray[np.int32]] = []
+
+    @property
+    def feedback(self) -> Feedback:
+        """See engine.target.TargetSequence."""
+        return prompt_feedback(self._request, self._heard)
+
+    def num_heard(self, num_rows: int) -> int:
+        """Of how many rows, at the end of the next chunk of `num_rows`, the prompt's feedback needs the logits."""
+        first = len(self._request.prompt) - 1 - prompt_rows(self._request)
+        return min(max(self.table.length + num_rows - first, 0), num_rows)
+
+    def hear(self, logits: NDArray[np.float32]) -> None:
+        """Take in what the target said along the end of a chunk (float32 [n, vocab])."""
+        if len(logits):
+            self._heard.append(likeliest(logits, self._request.feedback_top_k))
 
     async def step(self, tree: CandidateTree) -> StepResult:
         """See engine.target.TargetSequence."""

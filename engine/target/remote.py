@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from draftloom.v1 import target_pb2, target_pb2_grpc
+from engine.drafters import Feedback
 from engine.errors import WorkerLost
 from engine.server.errors import from_rpc_error
 from engine.server.listen import MAX_MESSAGE_BYTES
@@ -66,7 +67,8 @@ class RemoteTarget:
         call = self._decode()
         try:
             opened = await _exchange(call, target_pb2.DecodeRequest(open=wire.open_to_wire(request)))
-            sequence = RemoteSequence(call, wire.curve_from_wire(opened.opened.curve))
+            about = opened.opened
+            sequence = RemoteSequence(call, wire.curve_from_wire(about.curve), wire.feedback_from_wire(about.feedback))
             yield sequence
             await _finish(call)
         finally:
@@ -80,8 +82,9 @@ class RemoteTarget:
 class RemoteSequence:
     """One sequence at a remote worker."""
 
-    def __init__(self, call: Any, curve: CostCurve) -> None:
+    def __init__(self, call: Any, curve: CostCurve, feedback: Feedback) -> None:
         self.curve = curve
+        self.feedback = feedback
         self._call = call
         self._finished = False
 

@@ -16,7 +16,7 @@ from engine.acceptance import Limits
 from engine.drafters import Feedback
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.target import Logprobs, SequenceRequest, TargetInfo
-from engine.tree import CandidateTree
+from engine.tree import LOOKAHEAD, CandidateTree
 
 
 def check_request(request: SequenceRequest, info: TargetInfo) -> None:
@@ -155,5 +155,36 @@ def feedback(tree: CandidateTree, logits: NDArray[np.float32], top_k: int) -> Fe
     """What the sources may learn from the verified rows: `logits` float32 [num_verified, V] of the tree's first nodes."""
     if top_k < 1:
         return Feedback()
-    top_ids = np.stack([largest(row, top_k) for row in logits])
-    return Feedback(top_ids=top_ids, nodes=tree.tokens[: len(logits)].copy())
+    n = len(logits)
+    return Feedback(
+        top_ids=likeliest(logits, top_k),
+        nodes=tree.tokens[:n].copy(),
+        parents=tree.parents[:n].copy(),
+        num_lookahead=int(np.count_nonzero(tree.roles[:n] == LOOKAHEAD)),
+    )
+
+
+def prompt_rows(request: SequenceRequest) -> int:
+    """For how many rows at the end of the prompt, its last token left out, feedback is due."""
+    return min(request.feedback_prompt, len(request.prompt) - 1) if request.feedback_top_k > 0 else 0
+
+
+def prompt_feedback(request: SequenceRequest, heard: Sequence[NDArray[np.int32]]) -> Feedback:
+    """What the sources may learn from the end of the prompt: `heard` are the likeliest tokens of its `prompt_rows`, in blocks
+    of int32 [m, k]."""
+    if not heard:
+        return Feedback()
+    top_ids = np.concatenate(heard)
+    n, end = len(top_ids), len(request.prompt) - 1
+    return Feedback(top_ids, request.prompt[end - n : end].astype(np.int32), np.arange(-1, n - 1, dtype=np.int32))
+
+
+def likeliest(logits: NDArray[np.float32], k: int) -> NDArray[np.int32]:
+    """int32 [n, k], the ids of the k largest entries of every row, best first, ties to the lowest id; NaN is never among
+    them unless nothing else is left.
+
+    `logits` float32 [n, V]; k is cut to V. One scan of a row, some 20 microseconds for 150,000 entries and a small k.
+    """
+    out = np.empty((len(logits), min(k, logits.shape[1])), np.int32)
+    kernels.likeliest(np.ascontiguousarray(logits), out)
+    return out

@@ -46,7 +46,9 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         if first.WhichOneof("request") != "open":
             raise InvalidRequest("a Decode stream begins with it", "open")
         async with self._target.open(wire.open_from_wire(first.open)) as sequence:
-            opened = target_pb2.OpenResponse(curve=wire.curve_to_wire(sequence.curve))
+            opened = target_pb2.OpenResponse(
+                curve=wire.curve_to_wire(sequence.curve), feedback=wire.feedback_to_wire(sequence.feedback)
+            )
             await context.write(target_pb2.DecodeResponse(opened=opened))
             async for message in messages:
                 if message.WhichOneof("request") != "step":

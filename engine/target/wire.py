@@ -108,6 +108,7 @@ def open_to_wire(request: SequenceRequest) -> target_pb2.OpenRequest:
         stop_token_ids=sorted(request.limits.stop_ids),
         logprobs=None if request.num_logprobs < 0 else request.num_logprobs,
         feedback_top_k=request.feedback_top_k,
+        feedback_prompt=request.feedback_prompt,
     )
 
 
@@ -120,6 +121,7 @@ def open_from_wire(message: target_pb2.OpenRequest) -> SequenceRequest:
         tenant=message.tenant,
         num_logprobs=message.logprobs if message.HasField("logprobs") else -1,
         feedback_top_k=message.feedback_top_k,
+        feedback_prompt=message.feedback_prompt,
     )
 
 
@@ -153,15 +155,12 @@ def tree_from_wire(message: target_pb2.StepRequest) -> CandidateTree:
 
 
 def step_to_wire(result: StepResult) -> target_pb2.StepResponse:
-    top_ids = result.feedback.top_ids
     return target_pb2.StepResponse(
         path=result.path.tolist(),
         tokens=result.tokens.tolist(),
         finish=FINISHES[result.finish],
         verified=result.verified.tolist(),
-        feedback=target_pb2.Feedback(
-            nodes=result.feedback.nodes.tolist(), top_ids=top_ids.ravel().tolist(), top_k=top_ids.shape[1]
-        ),
+        feedback=feedback_to_wire(result.feedback),
         logprobs=logprobs_to_wire(result.logprobs),
         curve=None if result.curve is None else curve_to_wire(result.curve),
         seconds=result.seconds,
@@ -170,18 +169,35 @@ def step_to_wire(result: StepResult) -> target_pb2.StepResponse:
 
 def step_from_wire(message: target_pb2.StepResponse) -> StepResult:
     """`logprobs` is None if the message has none; a step emits a token at least, so none were asked for."""
-    nodes = np.array(message.feedback.nodes, np.int32)
-    top_k = message.feedback.top_k
-    top_ids = np.array(message.feedback.top_ids, np.int32).reshape(-1, top_k) if top_k else np.zeros((0, 0), np.int32)
     return StepResult(
         path=np.array(message.path, np.int32),
         tokens=np.array(message.tokens, np.int32),
         finish=_FINISH_NAMES[message.finish],
         verified=np.array(message.verified, np.int32),
-        feedback=Feedback(top_ids, nodes),
+        feedback=feedback_from_wire(message.feedback),
         logprobs=logprobs_from_wire(message.logprobs),
         curve=curve_from_wire(message.curve) if message.HasField("curve") else None,
         seconds=message.seconds,
+    )
+
+
+def feedback_to_wire(feedback: Feedback) -> target_pb2.Feedback:
+    return target_pb2.Feedback(
+        nodes=feedback.nodes.tolist(),
+        top_ids=feedback.top_ids.ravel().tolist(),
+        top_k=feedback.top_ids.shape[1],
+        parents=feedback.parents.tolist(),
+        num_lookahead=feedback.num_lookahead,
+    )
+
+
+def feedback_from_wire(message: target_pb2.Feedback) -> Feedback:
+    top_k = message.top_k
+    return Feedback(
+        top_ids=np.array(message.top_ids, np.int32).reshape(-1, top_k) if top_k else np.zeros((0, 0), np.int32),
+        nodes=np.array(message.nodes, np.int32),
+        parents=np.array(message.parents, np.int32),
+        num_lookahead=message.num_lookahead,
     )
 
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from corpora.catalog import Catalog, Version
 from engine.acceptance import SamplingParams
-from engine.app import Corpora, Engine, make_drafters
+from engine.app import Engine, make_drafters
 from engine.config import Config, CorporaSettings, SpeculationSettings
+from engine.datastores import Checks, Corpora
 from engine.drafters import DRAFTERS, Drafting, DraftRequest
 from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound, PromptTooLong, WorkerLost
 from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions, TokenLogprob
@@ -472,6 +473,7 @@ class Crashing:
 
     name = "crashing"
     blocking = False
+    top_k = 0
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
         """Never works."""
@@ -547,7 +549,7 @@ def test_a_damaged_corpus_is_named_and_served_without(tmp_path: Path) -> None:
     assert final.statistics.corpora == ()
     with pytest.raises(CorpusUnusable, match="rebuild the corpus"):
         ask(engine, request_of(corpora=("code",), require_corpus=True))
-    [info] = engine.corpora("default")
+    [info] = asyncio.run(engine.corpora("default"))
     assert not info.usable and str(file) in info.problem
 
 
@@ -565,7 +567,7 @@ def test_a_damaged_catalog_is_no_reason_to_stop(tmp_path: Path) -> None:
     _, final, _ = ask(engine, request_of())
     assert "the catalog of corpora cannot be read" in final.statistics.warnings[0]
     with pytest.raises(CorpusUnusable, match="catalog is damaged"):
-        engine.corpora("default")
+        asyncio.run(engine.corpora("default"))
 
 
 def test_default_corpora_are_used_unless_a_request_says_otherwise(store: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -639,7 +641,7 @@ def test_damage_in_a_large_file_is_found_in_the_background(
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    corpora = Corpora(tmp_path, Target().info, verify=verify)
+    corpora = Corpora(tmp_path, Target().info, checks=Checks(None) if verify else None)
 
     async def body() -> None:
         with suppress(CorpusUnusable):  # if the thread is faster
@@ -653,10 +655,10 @@ def test_damage_in_a_large_file_is_found_in_the_background(
             return
         with pytest.raises(CorpusUnusable, match=f"corpus code cannot be used: content was altered: {path}"):
             await corpora.acquire("code", "default")
-        assert not corpora.list("default")[0].usable
+        assert not (await corpora.list("default"))[0].usable
         publish(tmp_path, [SPELL])
         corpora.release(await corpora.acquire("code", "default"))
-        assert corpora.list("default")[0].usable
+        assert (await corpora.list("default"))[0].usable
 
     run_with(corpora, body)
     assert ("no longer drafted from" in caplog.text) == verify
@@ -667,9 +669,9 @@ def test_corpora_are_their_tenants(tmp_path: Path) -> None:
     publish(tmp_path, [SPELL], name="mine", tenant="a")
     publish(tmp_path, [SPELL], name="yours", tenant="b")
     engine = engine_of(Target(), tmp_path)
-    assert [info.name for info in engine.corpora("a")] == ["mine"]
-    assert [info.name for info in engine.corpora("b")] == ["yours"]
-    assert engine.corpora("default") == []
+    assert [info.name for info in asyncio.run(engine.corpora("a"))] == ["mine"]
+    assert [info.name for info in asyncio.run(engine.corpora("b"))] == ["yours"]
+    assert asyncio.run(engine.corpora("default")) == []
     ask(engine, request_of(tenant="a", corpora=("mine",)))
     with pytest.raises(NotFound):
         ask(engine, request_of(tenant="b", corpora=("mine",)))

@@ -39,6 +39,7 @@ class Scripted:
     def __init__(self, name: str = "s", *, clock: Clock | None = None, seconds: float = 0.0, blocking: bool = False) -> None:
         self.name = name
         self.blocking = blocking
+        self.top_k = 0
         self.seconds = seconds
         self.heard: list[str] = []
         self.permits = 0
