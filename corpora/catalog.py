@@ -97,12 +97,13 @@ class Catalog:
 
     # reading
 
-    def list(self, tenant: str = DEFAULT_TENANT) -> Sequence[Corpus]:
-        """The tenant's corpora, by name; [] if there are none or no store. Raises CatalogError."""
+    def list(self, tenant: str | None = DEFAULT_TENANT) -> Sequence[Corpus]:
+        """The tenant's corpora (None: everybody's), by name; [] if there are none or no store. Raises CatalogError."""
         with self._reading() as db:
             if db is None:
                 return []
-            return [_corpus(db, row) for row in db.table("corpora").rows_where("tenant = ?", [tenant], order_by="name")]
+            where, values = ("tenant = ?", [tenant]) if tenant is not None else (None, None)
+            return [_corpus(db, row) for row in db.table("corpora").rows_where(where, values, order_by="name")]
 
     def get(self, name: str, tenant: str = DEFAULT_TENANT) -> Corpus:
         """One corpus. Raises CorpusNotFound (with a near name, if there is one), CatalogError."""

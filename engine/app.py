@@ -9,23 +9,22 @@ import socket
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corpora.catalog import DEFAULT_TENANT, Catalog, Corpus, default_store
-from corpora.errors import CatalogError, CorpusNotFound
+from corpora.catalog import DEFAULT_TENANT, default_store
 from engine import kernels
 from engine.acceptance import STOP
 from engine.calibration import Calibration
 from engine.config import Config
+from engine.datastores import Checks, Corpora
 from engine.drafters import DRAFTERS, Drafter, DraftRequest
 from engine.drafters.panel import Panel
 from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound
@@ -47,9 +46,9 @@ from engine.target import SequenceRequest, Target, TargetInfo
 from engine.target.process import start_worker
 from engine.target.remote import RemoteTarget
 from engine.text import StreamDecoder, Tokenizer
+from engine.trace.recorder import Recorder
 from retriever import kernels as retriever_kernels
 from retriever.datastore import Datastore
-from retriever.errors import Closed, RetrieverError
 
 log = logging.getLogger("draftloom.engine")
 
@@ -71,128 +70,13 @@ def make_drafters(names: Sequence[str]) -> dict[str, Drafter]:
     return made
 
 
-@dataclass
-class _Pinned:
-    """An open version and how many requests draft from it."""
-
-    store: Datastore
-    users: int = 0
-
-
-class Corpora:
-    """The datastores of a store: opened when first asked for, pinned while a request drafts from them.
-
-    A new version is taken by the next request; the one before is closed when its last request leaves it. Catalog and files are
-    read on threads, so that a slow disk holds up nobody else; everything else happens on the event loop.
-
-    `verify` compares the checksums of large files, too (opening does for small ones): once for each version, on a thread.
-    Requests need not wait for it, since a damaged file can cost speed only; a version found damaged is refused from then on.
-    """
-
-    def __init__(self, root: Path, info: TargetInfo, *, verify: bool = False) -> None:
-        self._catalog = Catalog(root, read_only=True)
-        self._info = info
-        self._verify = verify
-        self._open: dict[tuple[str, str], _Pinned] = {}
-        self._active: dict[str, str] = {}
-        self._damaged: dict[tuple[str, str], str] = {}
-
-    async def acquire(self, name: str, tenant: str) -> Datastore:
-        """The active version of a corpus. Raises NotFound, CorpusUnusable. Every acquired one is released."""
-        corpus = await asyncio.to_thread(self._find, name, tenant)
-        key = (name, corpus.active.id)
-        if key not in self._open:
-            store = await asyncio.to_thread(self._open_version, corpus)
-            if self._open.setdefault(key, _Pinned(store)).store is not store:
-                store.close()  # another request was faster
-            elif self._verify:
-                Thread(target=self._look_for_damage, args=(key, store), name=f"verify-{name}", daemon=True).start()
-        self._refuse_damaged(key)
-        self._open[key].users += 1
-        self._active[name] = corpus.active.id
-        self._close_unused(name)
-        return self._open[key].store
-
-    def release(self, store: Datastore) -> None:
-        """The request is done with it."""
-        pinned = self._open.get((store.name, store.version))
-        if pinned is not None:  # else all is closed already
-            pinned.users -= 1
-            self._close_unused(store.name)
-
-    def list(self, tenant: str) -> list[CorpusInfo]:
-        """All corpora of a tenant, and what keeps this model from drafting from them. Raises CorpusUnusable."""
-        with _reporting_catalog_errors():
-            corpora = self._catalog.list(tenant)
-        infos = []
-        for corpus in corpora:
-            active, problem = corpus.active, ""
-            try:
-                self._refuse_damaged((corpus.name, active.id))
-                if (corpus.name, active.id) not in self._open:
-                    self._open_version(corpus).close()
-            except CorpusUnusable as error:
-                problem = str(error)
-            infos.append(
-                CorpusInfo(
-                    corpus.name, active.id, active.num_documents, active.num_tokens, active.fingerprint, not problem, problem
-                )
-            )
-        return infos
-
-    def close(self) -> None:
-        """Close everything; for the end."""
-        for pinned in self._open.values():
-            pinned.store.close()
-        self._open.clear()
-
-    def _find(self, name: str, tenant: str) -> Corpus:
-        with _reporting_catalog_errors():
-            try:
-                return self._catalog.get(name, tenant)
-            except CorpusNotFound as error:
-                raise NotFound(str(error)) from error
-
-    def _open_version(self, corpus: Corpus) -> Datastore:
-        active = corpus.active
-        path = self._catalog.version_path(corpus.name, active.id)
-        try:
-            return Datastore.open(path, self._info.fingerprint, max(self._info.vocab_size, active.vocab_size))
-        except (RetrieverError, OSError) as error:
-            raise CorpusUnusable(f"corpus {corpus.name} cannot be used: {error}") from error
-
-    def _look_for_damage(self, key: tuple[str, str], store: Datastore) -> None:
-        with suppress(OSError, Closed):  # removed, or the server ends
-            for problem in store.altered():
-                log.error("corpus %s is no longer drafted from: %s", key[0], problem)
-                self._damaged[key] = f"corpus {key[0]} cannot be used: {problem}"
-
-    def _refuse_damaged(self, key: tuple[str, str]) -> None:
-        if key in self._damaged:
-            raise CorpusUnusable(self._damaged[key])
-
-    def _close_unused(self, name: str) -> None:
-        for key, pinned in list(self._open.items()):
-            if key[0] == name and key[1] != self._active[name] and not pinned.users:
-                del self._open[key]
-                pinned.store.close()
-
-
-@contextmanager
-def _reporting_catalog_errors() -> Iterator[None]:
-    try:
-        yield
-    except CatalogError as error:
-        raise CorpusUnusable(f"the catalog of corpora cannot be read: {error}") from error
-
-
 class Engine:
     """Serves generation requests with one target; see engine.requests.Engine.
 
-    `verify_corpora` has the checksums of large files compared in the background; see Corpora.
+    `checks` has the checksums of large files of corpora compared in the background; see Corpora.
     """
 
-    def __init__(self, config: Config, target: Target, tokenizer: Tokenizer, *, verify_corpora: bool = False) -> None:
+    def __init__(self, config: Config, target: Target, tokenizer: Tokenizer, *, checks: Checks | None = None) -> None:
         if tokenizer.fingerprint != target.info.fingerprint:
             raise ConfigError(
                 f"the worker's tokenizer is not that of {config.model.name}: {target.info.fingerprint} and "
@@ -204,7 +88,7 @@ class Engine:
         self.worker_ended: asyncio.Future[int] | None = None
         """Becomes the exit code of the worker process, if the engine's worker is one, should it end."""
         self._drafters = make_drafters(config.speculation.sources)
-        self._corpora = Corpora(config.corpora.store or default_store(), target.info, verify=verify_corpora)
+        self._corpora = Corpora(config.corpora.store or default_store(), target.info, checks=checks)
         self._calibrations: OrderedDict[str, Calibration] = OrderedDict()
         self._warned: set[str] = set()
 
@@ -218,9 +102,13 @@ class Engine:
         """Names of the drafters this server runs."""
         return tuple(self._drafters)
 
-    def corpora(self, tenant: str) -> list[CorpusInfo]:
+    async def corpora(self, tenant: str) -> list[CorpusInfo]:
         """All corpora of a tenant, by name."""
-        return self._corpora.list(tenant)
+        return await self._corpora.list(tenant)
+
+    async def follow_corpora(self) -> None:
+        """Take up new versions of the corpora in use, and let removed ones go, for ever."""
+        await self._corpora.follow()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See engine.requests.Engine."""
@@ -241,6 +129,7 @@ class Engine:
             began = time.perf_counter()
             sequence = await stack.enter_async_context(self._target.open(wanted))
             prefill = time.perf_counter() - began
+            recorder = Recorder(sequence, self.tokenizer) if request.speculation.trace else None
             draft_request = DraftRequest(request.tenant, self.info.model, prompt, stores, prediction, self.tokenizer)
             deadline = self._config.speculation.deadline_ms / 1000
             panel = stack.enter_context(
@@ -249,11 +138,16 @@ class Engine:
             session = Session(prompt, panel.labels, self._calibration(request.tenant), max_nodes)
             reader = _Reader(StreamDecoder(self.tokenizer, request.stop, request.include_stop), session, request)
             times = Times()
-            steps = await stack.enter_async_context(aclosing(decode(session, panel, sequence, times)))
+            steps = await stack.enter_async_context(aclosing(decode(session, panel, recorder or sequence, times)))
+            drafting = 0.0
             async for step, result in steps:
                 text, step = reader.read(step)
+                trace = recorder and recorder.last(len(step.tokens), times.draft + times.commit - drafting)
+                drafting = times.draft + times.commit
                 logprobs = None if result.logprobs is None else TokenLogprob.of(result.logprobs)[: len(step.tokens)]
-                yield Chunk(text, tuple(step.tokens.tolist()), step.masks, logprobs, panel.labels)
+                tokens = tuple(step.tokens.tolist())
+                sizes = tuple(len(self.tokenizer.text_bytes(token)) for token in tokens)
+                yield Chunk(text, tokens, step.masks, logprobs, panel.labels, sizes, trace)
             yield Final(
                 finish=session.finish,
                 prompt_tokens=len(prompt),
@@ -432,10 +326,12 @@ async def open_engine(config: Config) -> AsyncIterator[Engine]:
             stack.callback(ended.cancel)
         kernels.warmup()
         retriever_kernels.warmup()
-        engine = Engine(config, target, tokenizer, verify_corpora=True)
+        engine = Engine(config, target, tokenizer, checks=Checks(cache_root().parent / "checks"))
         engine.worker_ended = ended
         stack.push_async_callback(engine.close)
         await engine.check_default_corpora()
+        following = asyncio.ensure_future(engine.follow_corpora())
+        stack.callback(following.cancel)
         yield engine
 
 

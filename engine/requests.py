@@ -45,6 +45,7 @@ class SpeculationOptions:
     3. `require_corpus`: refuse the request if one of its corpora is unusable, instead of serving without it.
     4. `sources` names the drafters to use; None is all the server has, () none.
     5. `prediction` is the caller's guess at the answer ("" none).
+    6. `trace`: every chunk tells how its step came about.
     """
 
     enabled: bool = True
@@ -53,6 +54,7 @@ class SpeculationOptions:
     require_corpus: bool = False
     sources: tuple[str, ...] | None = None
     prediction: str = ""
+    trace: bool = False
 
     def validate(self) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""
@@ -153,6 +155,8 @@ class Chunk:
     2. `masks` has one number per token: bit s is set if source s drafted it, 0 if the target alone said it.
     3. `logprobs` has one entry per token, or is None when not asked for.
     4. `sources` names source s at index s: the same in every chunk of a request.
+    5. `sizes` has one number per token: the bytes of text it stands for, 0 for a control token.
+    6. `trace` is how the step came about, if asked for.
     """
 
     text: str
@@ -160,6 +164,46 @@ class Chunk:
     masks: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     sources: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    trace: StepTrace | None = None
+
+
+@dataclass(frozen=True)
+class TraceNode:
+    """A node of a traced tree.
+
+    1. `text` is the token's bytes, maybe a part of a character; a control token's are its name.
+    2. `parent` is an index into the nodes, -1 for the root; `prob` is the estimated probability of the path from the root.
+    3. `mask` has bit s set if source s drafted it. `verified`: it had a row in the pass. `accepted`: it is in the answer.
+    """
+
+    token: int
+    text: bytes
+    parent: int
+    prob: float
+    mask: int
+    verified: bool
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """How one step came about.
+
+    1. `nodes` are the root and the candidates, best first; `num_lookahead` rows of the pass were neither.
+    2. `texts` has the bytes of each token emitted: the accepted candidates' and the one that the target said itself.
+    3. `draft_seconds` went into drafting and merging, `step_seconds` into waiting for the target, `pass_seconds` of them into
+       its pass.
+    4. `costs` is the cost curve by which the size of the tree was chosen, as (rows, seconds).
+    """
+
+    nodes: tuple[TraceNode, ...]
+    texts: tuple[bytes, ...]
+    num_lookahead: int
+    draft_seconds: float
+    step_seconds: float
+    pass_seconds: float
+    costs: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -265,8 +309,8 @@ class Engine(Protocol):
         """
         ...
 
-    def corpora(self, tenant: str) -> list[CorpusInfo]:
-        """All corpora of a tenant, by name; an empty list if it has none. Called on the event loop, so reads headers only."""
+    async def corpora(self, tenant: str) -> list[CorpusInfo]:
+        """All corpora of a tenant, by name; an empty list if it has none. Files are read on threads."""
         ...
 
 

@@ -137,7 +137,7 @@ class CorpusService(corpus_pb2_grpc.CorpusServiceServicer):
         self._engine = engine
 
     async def ListCorpora(self, message: corpus_pb2.ListCorporaRequest, context: Context) -> corpus_pb2.ListCorporaResponse:
-        return wire.corpora_to_wire(self._engine.corpora(tenant_of(context)))
+        return wire.corpora_to_wire(await self._engine.corpora(tenant_of(context)))
 
 
 def _check_ended(response: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse) -> None:

@@ -20,7 +20,9 @@ from engine.requests import (
     GenerationRequest,
     GenerationStats,
     SourceStats,
+    StepTrace,
     TokenLogprob,
+    TraceNode,
 )
 from engine.server.serve import GrpcServer, create_server
 from engine.target import TargetInfo
@@ -82,7 +84,9 @@ class ScriptedEngine:
                 if request.num_logprobs >= 0:
                     logprobs = tuple(TokenLogprob(-0.5, ((t, -0.5),) * min(request.num_logprobs, 1)) for t in tokens)
                 masks = (0b01, 0b11, 0b00)[: len(tokens)]
-                yield Chunk(self.tokenizer.decode(tokens), tokens, masks, logprobs, ("corpus:code", "prompt"))
+                sizes = tuple(len(self.tokenizer.text_bytes(token)) for token in tokens)
+                trace = self.trace(int(ids[-1]), tokens) if request.speculation.trace else None
+                yield Chunk(self.tokenizer.decode(tokens), tokens, masks, logprobs, ("corpus:code", "prompt"), sizes, trace)
                 if self.fail is not None:
                     raise self.fail
             sources = (SourceStats("corpus:code", 9, 4, 2, 1, 0, 0.25), SourceStats("prompt", 5, 3))
@@ -93,7 +97,18 @@ class ScriptedEngine:
         finally:
             self.num_open -= 1
 
-    def corpora(self, tenant: str) -> list[CorpusInfo]:
+    def trace(self, root: int, tokens: tuple[int, ...]) -> StepTrace:
+        """All tokens but the last as a drafted chain, with a wrong candidate beside each, of which only the first had a row."""
+        nodes = [TraceNode(root, self.tokenizer.token_bytes(root), -1, 1.0, 0, True, False)]
+        parent = 0
+        for i, token in enumerate(tokens[:-1]):
+            nodes.append(TraceNode(token, self.tokenizer.token_bytes(token), parent, 0.5**i * 0.75, 0b01, True, True))
+            nodes.append(TraceNode(256, CONTROL.encode(), parent, 0.5**i * 0.25, 0b11, i == 0, False))
+            parent = len(nodes) - 2
+        texts = tuple(map(self.tokenizer.token_bytes, tokens))
+        return StepTrace(tuple(nodes), texts, 2, 0.0005, 0.07, 0.0625, ((1, 0.05), (4, 0.0625)))
+
+    async def corpora(self, tenant: str) -> list[CorpusInfo]:
         return [
             CorpusInfo("code", "v7", 3, 1234, self.info.fingerprint),
             CorpusInfo("docs", "v1", 0, 0, "other", usable=False, problem=f"built for another tokenizer; tenant {tenant}"),
