@@ -86,7 +86,7 @@ class Corpora:
     longer active and its last request leaves it. `refresh`, called now and then, opens what became active, so that no request
     waits for that, and closes what was removed.
 
-    With `checks`, the checksums of large files are compared, too (opening does for small ones): once for each file, on a thread.
+    With `checks`, checksums of large files are compared, too (opening does it for small ones), once for each file, on a thread.
     Requests need not wait for it, since a damaged file can cost speed only; a version found damaged is refused from then on.
     """
 
