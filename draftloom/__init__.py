@@ -35,7 +35,9 @@ from draftloom.types import (
     Prompt,
     SourceStatistics,
     Statistics,
+    StepTrace,
     TokenLogprob,
+    TraceNode,
     Usage,
 )
 
@@ -60,8 +62,10 @@ __all__ = [
     "Prompt",
     "SourceStatistics",
     "Statistics",
+    "StepTrace",
     "Stream",
     "TokenLogprob",
+    "TraceNode",
     "Unavailable",
     "Usage",
 ]

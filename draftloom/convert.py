@@ -15,7 +15,9 @@ from draftloom.types import (
     Prompt,
     SourceStatistics,
     Statistics,
+    StepTrace,
     TokenLogprob,
+    TraceNode,
     Usage,
 )
 from draftloom.v1 import corpus_pb2, generation_pb2
@@ -31,7 +33,7 @@ _FIELDS = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias"), "sampling"),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "sampling"),
     **dict.fromkeys(("stop", "stop_token_ids", "include_stop", "ignore_eos"), "stopping"),
-    **dict.fromkeys(("speculation", "max_nodes", "corpora", "require_corpus", "sources", "prediction"), "speculation"),
+    **dict.fromkeys(("speculation", "max_nodes", "corpora", "require_corpus", "sources", "prediction", "trace"), "speculation"),
     "min_chunk_tokens": "stream",
 }
 _NAMES = {"include_stop": "include_stop_str_in_output", "speculation": "enabled"}
@@ -53,6 +55,8 @@ def request(kind: type[RequestMessage], prompt: Prompt, options: Options) -> Req
         if name == "min_chunk_tokens" and kind is generation_pb2.GenerateRequest:
             raise TypeError("min_chunk_tokens is an option of streams only")
         group: Any = getattr(message, _FIELDS[name]) if _FIELDS[name] else message
+        if name == "corpora" and not value:
+            name, value = "no_corpora", True
         listed = name in ("stop", "corpora", "sources") and isinstance(value, str)
         with _named(name, value):
             group.MergeFrom(type(group)(**{_NAMES.get(name, name): [value] if listed else value}))
@@ -86,6 +90,8 @@ def chunk(message: ResponseMessage, names: Sequence[str]) -> Chunk:
         token_ids=tuple(message.token_ids),
         sources=_sources(message.source_masks, names),
         logprobs=_logprobs(message.logprobs),
+        sizes=tuple(message.token_sizes),
+        steps=_steps(message.steps, names),
     )
 
 
@@ -105,6 +111,8 @@ def completion(message: ResponseMessage) -> Completion:
         stop_token_id=message.finish.stop_token_id if cause == "stop_token_id" else None,
         request_id=message.request_id,
         model=message.model,
+        sizes=tuple(message.token_sizes),
+        steps=_steps(message.steps, message.source_names),
     )
 
 
@@ -160,6 +168,32 @@ def corpora(message: corpus_pb2.ListCorporaResponse) -> list[Corpus]:
 
 def _sources(masks: Iterable[int], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for bit, name in enumerate(names) if mask >> bit & 1) for mask in masks)
+
+
+def _steps(messages: Iterable[generation_pb2.StepTrace], names: Sequence[str]) -> tuple[StepTrace, ...]:
+    return tuple(
+        StepTrace(
+            nodes=tuple(
+                TraceNode(
+                    token_id=node.token_id,
+                    text=node.text,
+                    parent=node.parent,
+                    probability=node.probability,
+                    sources=sources,
+                    verified=node.verified,
+                    accepted=node.accepted,
+                )
+                for node, sources in zip(each.nodes, _sources((n.source_mask for n in each.nodes), names), strict=True)
+            ),
+            texts=tuple(each.texts),
+            num_lookahead=each.num_lookahead,
+            draft_seconds=each.draft_seconds,
+            step_seconds=each.step_seconds,
+            pass_seconds=each.pass_seconds,
+            costs=tuple((cost.num_rows, cost.seconds) for cost in each.costs),
+        )
+        for each in messages
+    )
 
 
 def _logprobs(messages: Iterable[generation_pb2.TokenLogprobs]) -> tuple[TokenLogprob, ...]:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import grpc
@@ -102,8 +103,29 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> DraftloomError:
             retry_after = retry.retry_delay.ToMilliseconds() / 1000
     message = error.details() or code
     if code == "UNAVAILABLE" and not reason:
-        message = f"no server answers at {address}: {message}"
+        message = _unreachable(message, address)
     return _KINDS.get(code, DraftloomError)(message, code, reason, tuple(violations), retry_after)
+
+
+_CAUSES = {
+    "connection refused": "connection refused",
+    "no such file": "there is no such socket",
+    "parse port": "its port is not a number",
+    "resol": "no such host",
+    "no route": "no route to it",
+    "unreachable": "its network cannot be reached",
+    "handshake": "it does not encrypt as asked, or not at all",
+    "time": "no reply in time",
+}
+"""What gRPC says, in lower case, where it cannot connect, and what that means."""
+
+
+def _unreachable(message: str, address: str) -> str:
+    """One plain sentence for gRPC's account of a connection that could not be made, or that broke."""
+    if not re.search("connect to all addresses|resol", message):
+        return f"the connection to {address} broke: {message}; try again"
+    cause = next((meaning for word, meaning in _CAUSES.items() if word in message.lower()), message)
+    return f"no server answers at {address}: {cause}; start one with `draftloom serve`, or name another address"
 
 
 def _details(error: grpc.RpcError) -> list[rpc_status.any_pb2.Any]:

@@ -52,13 +52,15 @@ class Options(TypedDict, total=False):
     max_nodes: int | None
     """Most candidates in one pass; the server finds out what pays if this is left out."""
     corpora: str | Sequence[str] | None
-    """Corpora to draft from, by name."""
+    """Corpora to draft from, by name; () is none, not even the server's default ones."""
     require_corpus: bool | None
     """Fail rather than serve without one of them."""
     sources: str | Sequence[str] | None
     """Sources to use, by name; all by default."""
     prediction: str | None
     """A guess at the answer, for instance the text before an edit."""
+    trace: bool | None
+    """Tell in `steps` how every step came about."""
 
     model: str | None
     request_id: str | None
@@ -76,18 +78,62 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class TraceNode:
+    """A candidate, or the root, of one step.
+
+    1. `text` is the token's bytes, maybe a part of a character; a control token's are its name.
+    2. `parent` is an index into the nodes, -1 for the root.
+    3. `probability` that the target says all tokens from the root to this one, as estimated before the pass.
+    4. `verified`: it had a row in the pass. `accepted`: it is in the answer.
+    """
+
+    token_id: int
+    text: bytes
+    parent: int
+    probability: float
+    sources: tuple[str, ...]
+    verified: bool
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """How one step came about.
+
+    1. `nodes` are the root, which is the last token before the step, and the candidates in the order in which they got rows;
+       `num_lookahead` rows of the pass were neither.
+    2. `texts` has the bytes of each token that the step added: the accepted candidates' and the one the target said itself.
+    3. `draft_seconds` went into drafting and merging, `step_seconds` into waiting for the target, `pass_seconds` of them into
+       its pass.
+    4. `costs` is what a pass was expected to take, as (rows, seconds); between two points it is linear.
+    """
+
+    nodes: tuple[TraceNode, ...]
+    texts: tuple[bytes, ...]
+    num_lookahead: int
+    draft_seconds: float
+    step_seconds: float
+    pass_seconds: float
+    costs: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Chunk:
     """New text and the tokens it came with.
 
     1. `text` is whole characters; it may be empty, and may hold text of earlier tokens that was held back.
     2. `sources` has one entry per token: the names of the sources that drafted it; () if the target alone said it.
     3. `logprobs` has one entry per token if asked for, else none.
+    4. `sizes` has one number per token: how many bytes of text it stands for, 0 for a control token.
+    5. `steps` are the passes of the target that the tokens came from, if asked for with `trace`.
     """
 
     text: str
     token_ids: tuple[int, ...]
     sources: tuple[tuple[str, ...], ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    sizes: tuple[int, ...] = ()
+    steps: tuple[StepTrace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +183,7 @@ class Completion:
     """A whole answer.
 
     1. `finish_reason` is "stop" or "length"; with "stop", `stop_string` or `stop_token_id` says what stopped it.
-    2. `sources` and `logprobs` are per token, as in Chunk.
+    2. `sources`, `logprobs`, `sizes` and `steps` are as in Chunk.
     3. `seed` is the one used: the same request with it gives the same text.
     """
 
@@ -153,6 +199,8 @@ class Completion:
     stop_token_id: int | None
     request_id: str
     model: str
+    sizes: tuple[int, ...] = ()
+    steps: tuple[StepTrace, ...] = ()
 
 
 @dataclass(frozen=True)

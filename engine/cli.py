@@ -4,6 +4,7 @@
     draftloom corpus build|list|...    what to draft from (corpora/cli.py)
     draftloom serve                    the gRPC server
     draftloom generate                 one answer, from a running server or one of its own
+    draftloom trace                    a page that shows how answers came about, step by step
     draftloom demo                     the whole of it, on code that is already here
 
     exit 0  done
@@ -21,7 +22,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +40,7 @@ from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.models import cache_root
 
 if TYPE_CHECKING:
-    from draftloom import Client, Options
+    from draftloom import Completion, Options
     from engine.config import Config
 
 FAILED, USAGE = 1, 2
@@ -95,6 +96,25 @@ DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, int8, bf
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of a pass.")]
 StoreOption = Annotated[Path | None, typer.Option("--store", help="Folder of the corpora.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+# What `generate` and `trace` ask for.
+CorpusOption = Annotated[list[str] | None, typer.Option("--corpus", help="Corpus to draft from. Repeatable.")]
+NoCorpusOption = Annotated[
+    bool, typer.Option("--no-corpus", help="Draft from no corpus, not even those the server has as its default.")
+]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.", min=1)]
+TemperatureOption = Annotated[float | None, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")]
+TopPOption = Annotated[float | None, typer.Option("--top-p", help="Choose among the likeliest that add up to this.")]
+TopKOption = Annotated[int | None, typer.Option("--top-k", help="Choose among so many likeliest.")]
+MinPOption = Annotated[float | None, typer.Option("--min-p", help="Drop what is less likely than so much of the best.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Same seed, same text.", min=0)]
+StopOption = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer. Repeatable.")]
+PredictionOption = Annotated[
+    Path | None, typer.Option("--prediction", help="File with a guess at the answer.", exists=True, dir_okay=False)
+]
+SourceOption = Annotated[list[str] | None, typer.Option("--source", help="Source to draft with. Repeatable.")]
+MaxNodesOption = Annotated[int | None, typer.Option("--max-nodes", help="Most candidates in a tree.")]
+ServerOption = Annotated[str | None, typer.Option("--server", "-s", help="Ask the server at this address (host:port).")]
 
 
 def print_version(wanted: bool) -> None:
@@ -195,24 +215,26 @@ def serve_command(
 @app.command("generate")
 def generate_command(
     prompt: Annotated[str, typer.Argument(help='What to continue; "-" reads it from stdin.', show_default=False)],
-    corpus: Annotated[list[str] | None, typer.Option("--corpus", help="Corpus to draft from. Repeatable.")] = None,
+    corpus: CorpusOption = None,
+    no_corpus: NoCorpusOption = False,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding; the text is the same.")] = False,
     show_sources: Annotated[
         bool, typer.Option("--show-sources", help="Colour each token by the source that drafted it; say what each source did.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.", min=1)] = 128,
-    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Choose among the likeliest that add up to this.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Choose among so many likeliest.")] = None,
-    min_p: Annotated[float | None, typer.Option("--min-p", help="Drop what is less likely than so much of the best.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer. Repeatable.")] = None,
-    prediction: Annotated[
-        Path | None, typer.Option("--prediction", help="File with a guess at the answer.", exists=True, dir_okay=False)
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a page that shows every step to this file.", dir_okay=False)
     ] = None,
-    source: Annotated[list[str] | None, typer.Option("--source", help="Source to draft with. Repeatable.")] = None,
-    max_nodes: Annotated[int | None, typer.Option("--max-nodes", help="Most candidates in a tree.")] = None,
-    server: Annotated[str | None, typer.Option("--server", "-s", help="Ask the server at this address (host:port).")] = None,
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    prediction: PredictionOption = None,
+    source: SourceOption = None,
+    max_nodes: MaxNodesOption = None,
+    server: ServerOption = None,
     config: ConfigOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
@@ -225,10 +247,6 @@ def generate_command(
     Asks the server at --server; without it, the one at the usual address. If there is none, or flags say which model to use,
     a server is started for this one answer, which takes a few seconds.
     """
-    from draftloom import DEFAULT_ADDRESS
-    from engine.spawn import answers, own_server
-
-    text = sys.stdin.read() if prompt == "-" else prompt
     asked: Options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -237,27 +255,68 @@ def generate_command(
         "min_p": min_p,
         "seed": seed,
         "stop": stop,
-        "prediction": prediction.read_text(encoding="utf-8", errors="replace") if prediction else None,
+        "prediction": _guess(prediction),
         "speculation": False if no_speculation else None,
         "sources": source,
-        "corpora": corpus,
+        "corpora": _corpora(corpus, no_corpus),
         "max_nodes": max_nodes,
+        "trace": True if trace else None,
     }
-    flags = {"--config": config, "--model": model, "--dtype": dtype, "--threads": threads, "--store": store}
-    own = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    if server is not None and own:
-        raise ConfigError(f"a running server has settings of its own; leave out the flag: {own[0]}")
-    with ExitStack() as stack:
-        if server is None and not own and answers(DEFAULT_ADDRESS):
-            server = DEFAULT_ADDRESS
-        if server is None:
-            with progress() as say:
-                say("starting a server for this answer")
-                server = stack.enter_context(own_server(own))
-        if as_json:
-            _generate_json(server, text, asked)
-        else:
-            _generate(server, text, asked, show_sources)
+    text = _prompt(prompt)
+    with some_server(server, _own_flags(config, model, dtype, threads, store)) as address:
+        answer_to = _generate_json if as_json else functools.partial(_generate, show_sources=show_sources)
+        answer = answer_to(address, text, asked)
+    if trace is not None:
+        _write_page(trace, [(text, answer)])
+
+
+@app.command("trace")
+def trace_command(
+    requests: Annotated[list[str], typer.Argument(help='Prompts; "-" reads one from stdin.', show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.", dir_okay=False)] = Path("trace.html"),
+    corpus: CorpusOption = None,
+    no_corpus: NoCorpusOption = False,
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    prediction: PredictionOption = None,
+    source: SourceOption = None,
+    max_nodes: MaxNodesOption = None,
+    server: ServerOption = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    store: StoreOption = None,
+) -> None:
+    """Continue prompts and write a page that shows how, step by step: what was drafted, what it cost, what was accepted.
+
+    The page is one file that opens offline. It has the whole text of prompts and answers in it, so only you may read it. Which
+    server is asked is decided as for `generate`. Prints the page's path.
+    """
+    from draftloom import Client
+
+    asked: Options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "stop": stop,
+        "prediction": _guess(prediction),
+        "sources": source,
+        "corpora": _corpora(corpus, no_corpus),
+        "max_nodes": max_nodes,
+        "trace": True,
+    }
+    prompts = list(map(_prompt, requests))
+    own = _own_flags(config, model, dtype, threads, store)
+    answers: list[tuple[str, Completion]] = []
+    with some_server(server, own) as address, Client(address) as client, progress() as say:
+        for i, prompt in enumerate(prompts, start=1):
+            say(f"request {i} of {len(prompts)}")
+            answers.append((prompt, client.generate(prompt, **asked)))
+    _write_page(out, answers)
+    print(out)
 
 
 @app.command("demo")
@@ -315,19 +374,63 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> None:
+@contextmanager
+def some_server(server: str | None, own: Sequence[str]) -> Iterator[str]:
+    """The address to ask: `server`, else the usual one if it answers, else that of a server started with the flags `own`.
+
+    Raises ConfigError for flags that a running server cannot follow.
+    """
+    from draftloom import DEFAULT_ADDRESS
+    from engine.spawn import answers, own_server
+
+    if server is not None and own:
+        raise ConfigError(f"a running server has settings of its own; leave out the flag: {own[0]}")
+    if server is None and not own and answers(DEFAULT_ADDRESS):
+        server = DEFAULT_ADDRESS
+    with ExitStack() as stack:
+        if server is None:
+            with progress() as say:
+                say("starting a server for this answer")
+                server = stack.enter_context(own_server(own))
+        yield server
+
+
+def _own_flags(
+    config: Path | None, model: str | None, dtype: str | None, threads: int | None, store: Path | None
+) -> list[str]:
+    """The words of a command line for those that are set."""
+    flags = {"--config": config, "--model": model, "--dtype": dtype, "--threads": threads, "--store": store}
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+
+
+def _prompt(argument: str) -> str:
+    return sys.stdin.read() if argument == "-" else argument
+
+
+def _guess(file: Path | None) -> str | None:
+    return file.read_text(encoding="utf-8", errors="replace") if file else None
+
+
+def _corpora(named: list[str] | None, none: bool) -> Sequence[str] | None:
+    """What the client's option says: names, () for none, None for the server's default ones. Raises ConfigError for both."""
+    if named and none:
+        raise ConfigError(f"--no-corpus and --corpus {named[0]} contradict one another; leave one out")
+    return () if none else named or None
+
+
+def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> Completion:
     """Stream an answer to stdout, and what it cost to stderr. Ctrl-C ends the request on the server, too."""
     from draftloom import Client
     from engine.screen import Painter, legend, source_table
 
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    painter = Painter(out) if show_sources and out.is_terminal else None
     with Client(server) as client:
-        painter = Painter(out, token_sizes(client)) if show_sources and out.is_terminal else None
         began = time.monotonic()
         with client.stream(prompt, **asked) as stream:
             for chunk in stream:
                 if painter:
-                    painter.add(chunk.text, chunk.token_ids, chunk.sources)
+                    painter.add(chunk.text, chunk.sizes, chunk.sources)
                 else:
                     print(chunk.text, end="", flush=True)
         seconds = time.monotonic() - began
@@ -350,24 +453,33 @@ def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> N
         err.print(source_table(costs.sources, num_tokens))
         if painter:
             err.print(legend(source.name for source in costs.sources))
+    return answer
 
 
-def _generate_json(server: str, prompt: str, asked: Options) -> None:
-    """Print a whole answer as one JSON object."""
+def _generate_json(server: str, prompt: str, asked: Options) -> Completion:
+    """Print a whole answer as one JSON object. Bytes of tokens that are no text become U+FFFD."""
     from draftloom import Client
 
     with Client(server) as client:
-        print(json.dumps(asdict(client.generate(prompt, **asked)), ensure_ascii=False))
+        answer = client.generate(prompt, **asked)
+    print(json.dumps(asdict(answer), ensure_ascii=False, default=lambda value: value.decode(errors="replace")))
+    return answer
 
 
-def token_sizes(client: Client) -> Callable[[int], int]:
-    """How many bytes of text a token has, as the server says; asked once for each token."""
+def _write_page(file: Path, answers: Sequence[tuple[str, Completion]]) -> None:
+    """Write the page of traced answers, for its owner's eyes. Raises ConfigError where it cannot be written."""
+    from engine.trace.page import Traced, page
 
-    @functools.cache
-    def num_bytes(token: int) -> int:
-        return len(client.detokenize([token]).replace("\ufffd", "?").encode())
-
-    return num_bytes
+    try:
+        text = page([Traced(prompt, answer) for prompt, answer in answers])
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+    try:
+        with open(file, "w", encoding="utf-8", opener=functools.partial(os.open, mode=0o600)) as out:
+            os.fchmod(out.fileno(), 0o600)  # a file that was there may be open to others
+            out.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the page: {file}: {error.strerror}; name another file") from None
 
 
 def _status(error: Exception) -> int:

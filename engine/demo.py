@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 import draftloom
-from engine.cli import progress, token_sizes
+from engine.cli import progress
 from engine.errors import ConfigError, EngineError
 from engine.models import resolve
 from engine.screen import TARGET, Painter, share, style
@@ -190,7 +190,7 @@ def complete(client: draftloom.Client, tasks: Sequence[Task], max_tokens: int, c
 
 def _run(client: draftloom.Client, task: Task, max_tokens: int, plain: bool, console: Console) -> Run:
     """Complete one task; on a terminal the text appears as it comes, each token in the colour of its source."""
-    painter = Painter(console, token_sizes(client)) if console.is_terminal else None
+    painter = Painter(console) if console.is_terminal else None
     if painter:
         console.print("plain decoding" if plain else "Draftloom", style="bold dim")
     began = time.perf_counter()
@@ -198,7 +198,7 @@ def _run(client: draftloom.Client, task: Task, max_tokens: int, plain: bool, con
     with client.stream(task.prompt, **options) as stream:
         for chunk in stream:
             if painter:
-                painter.add(chunk.text, chunk.token_ids, chunk.sources)
+                painter.add(chunk.text, chunk.sizes, chunk.sources)
     seconds = time.perf_counter() - began
     answer = stream.completion
     if answer is None:

@@ -6,7 +6,7 @@ Shared by `draftloom generate` and `draftloom demo`. Knows no engine and no serv
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -47,18 +47,17 @@ def legend(names: Iterable[str]) -> Text:
 class Painter:
     """Prints text as it streams, each token in its style.
 
-    Text comes in whole characters, later than its tokens, or not at all if a stop string cut it off. `num_bytes` says how long
-    the text of a token is: text is painted as the tokens whose bytes it holds. All text is printed, whatever it says.
+    Text comes in whole characters, later than its tokens, or not at all if a stop string cut it off. Text is painted as the
+    tokens whose bytes it holds. All text is printed, whatever is said of its tokens.
     """
 
-    def __init__(self, console: Console, num_bytes: Callable[[int], int]) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._num_bytes = num_bytes
         self._ahead: deque[tuple[int, str]] = deque()
 
-    def add(self, text: str, token_ids: Sequence[int], sources: Sequence[Names]) -> None:
-        """Print `text`, which came with these tokens."""
-        self._ahead.extend((self._num_bytes(token), style(names)) for token, names in zip(token_ids, sources, strict=True))
+    def add(self, text: str, sizes: Sequence[int], sources: Sequence[Names]) -> None:
+        """Print `text`, which came with tokens of so many bytes (if the server tells them), drafted by these sources."""
+        self._ahead.extend((size, style(names)) for size, names in zip(sizes, sources, strict=False))
         styled = ((character, self._take(len(character.encode()))) for character in text)
         runs = [("".join(c for c, _ in run), look) for look, run in groupby(styled, key=itemgetter(1))]
         self._console.print(Text.assemble(*runs), end="", soft_wrap=True, highlight=False)

@@ -23,6 +23,7 @@ from engine.requests import (
     GenerationRequest,
     GenerationStats,
     SpeculationOptions,
+    StepTrace,
     TokenLogprob,
 )
 from engine.target import TargetInfo
@@ -99,22 +100,28 @@ def _prompt(message: generation_pb2.Prompt, tokenizer: Tokenizer) -> str | NDArr
 
 
 def _speculation(message: generation_pb2.SpeculationOptions) -> SpeculationOptions:
+    if message.no_corpora and message.corpora:
+        raise InvalidRequest("is set, and corpora are named: " + ", ".join(message.corpora), "speculation.no_corpora")
     return SpeculationOptions(
         enabled=message.enabled if message.HasField("enabled") else True,
         max_nodes=message.max_nodes if message.HasField("max_nodes") else None,
-        corpora=tuple(message.corpora) or None,
+        corpora=() if message.no_corpora else tuple(message.corpora) or None,
         require_corpus=message.require_corpus,
         sources=tuple(message.sources) or None,
         prediction=message.prediction,
+        trace=message.trace,
     )
 
 
 def add_chunk(message: ResponseMessage, chunk: Chunk) -> None:
-    """Append a chunk's text, ids, masks and logprobs to `message`."""
+    """Append a chunk's text, ids, masks, logprobs, sizes and trace to `message`."""
     message.text += chunk.text
     message.token_ids.extend(chunk.tokens)
     message.source_masks.extend(chunk.masks)
     message.logprobs.extend(_logprobs(chunk.logprobs or ()))
+    message.token_sizes.extend(chunk.sizes)
+    if chunk.trace is not None:
+        message.steps.append(_trace(chunk.trace))
 
 
 def set_final(message: ResponseMessage, final: Final) -> None:
@@ -137,6 +144,29 @@ def _logprobs(logprobs: Iterable[TokenLogprob]) -> list[generation_pb2.TokenLogp
         )
         for each in logprobs
     ]
+
+
+def _trace(trace: StepTrace) -> generation_pb2.StepTrace:
+    return generation_pb2.StepTrace(
+        nodes=[
+            generation_pb2.TraceNode(
+                token_id=node.token,
+                text=node.text,
+                parent=node.parent,
+                probability=node.prob,
+                source_mask=node.mask,
+                verified=node.verified,
+                accepted=node.accepted,
+            )
+            for node in trace.nodes
+        ],
+        texts=trace.texts,
+        num_lookahead=trace.num_lookahead,
+        draft_seconds=trace.draft_seconds,
+        step_seconds=trace.step_seconds,
+        pass_seconds=trace.pass_seconds,
+        costs=[generation_pb2.PassCost(num_rows=rows, seconds=seconds) for rows, seconds in trace.costs],
+    )
 
 
 def _statistics(stats: GenerationStats, tokens_per_step: float) -> generation_pb2.SpeculationStats:

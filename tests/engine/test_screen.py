@@ -24,17 +24,17 @@ def shown(of: Console) -> str:
 def test_tokens_are_painted_in_the_colours_of_their_sources() -> None:
     """Corpus, several sources, the target itself: each run of text has its own style."""
     screen = console()
-    painter = Painter(screen, {1: 3, 2: 2, 3: 1}.__getitem__)
-    painter.add("abcdef", [1, 2, 3], [("corpus:x",), ("prompt", "corpus:x"), ()])
+    painter = Painter(screen)
+    painter.add("abcdef", [3, 2, 1], [("corpus:x",), ("prompt", "corpus:x"), ()])
     assert shown(screen) == "\x1b[32mabc\x1b[0m\x1b[1;36mde\x1b[0mf"
 
 
 def test_text_held_back_is_painted_as_the_tokens_it_came_with() -> None:
     """A chunk's text may belong to earlier tokens; a character belongs to the first token that has a byte of it."""
     screen = console()
-    painter = Painter(screen, {1: 2, 2: 1, 3: 1}.__getitem__)
-    painter.add("", [1], [("corpus",)])
-    painter.add("漢!", [2, 3], [("prompt",), ()])
+    painter = Painter(screen)
+    painter.add("", [2], [("corpus",)])
+    painter.add("漢!", [1, 1], [("prompt",), ()])
     assert shown(screen) == "\x1b[32m漢\x1b[0m!"
 
 
@@ -45,7 +45,7 @@ def test_all_text_is_printed_whatever_the_sizes_say(chunks: list[tuple[str, list
     """Wrong sizes, markup in the text, a narrow terminal: nothing is lost, added or broken."""
     plain = [(text.replace("\x1b", "").translate(CONTROLS), tokens) for text, tokens in chunks]
     screen = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, highlight=False)
-    painter = Painter(screen, lambda token: token)
+    painter = Painter(screen)
     for text, tokens in plain:
         painter.add(text, tokens, [("corpus",)] * len(tokens))
     assert shown(screen) == "".join(text for text, _ in plain)
