@@ -8,52 +8,30 @@ crash) leaves active what was active before. One builder at a time per corpus; t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corpora import filter as content
+from corpora.ahead import ahead
 from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, created_at, new_version_id
 from corpora.decisions import Decision, Reason
-from corpora.errors import CatalogError, InvalidOptions, NothingToIndex, StoreNotWritable
-from corpora.walk import walk
+from corpora.errors import CatalogError, NothingToIndex, StoreNotWritable
+from corpora.inputs import EncodeChat, open_sources
+from corpora.options import BuildOptions
+from corpora.survey import Document, Found, Survey, Tally
+from engine.errors import InvalidRequest
 from engine.text import Tokenizer
 
 BATCH_CHARS = 1 << 20
-MAX_EXAMPLES = 5
+BATCH_ENTRIES = 4096
 
 ProgressCallback = Callable[["Progress"], None]
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What to take, and how to store it.
-
-    1. `include` and `exclude` are patterns in git's syntax, relative to each path; no `include` means everything.
-    2. `max_file_size` is in bytes, at least 1. Larger files are skipped.
-    3. `generated`: whether to take files that say they are generated.
-    4. `segment_tokens`: most tokens in one segment, at least 1; bounds the memory of a build (about 30 bytes a token).
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    max_file_size: int = 1 << 20
-    generated: bool = False
-    segment_tokens: int = 64 << 20
-
-    def validate(self) -> None:
-        """Raise InvalidOptions for the first value out of range."""
-        for name in ("max_file_size", "segment_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidOptions(f"{name} must be at least 1: {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -66,32 +44,6 @@ class Progress:
     num_bytes: int = 0
     total_bytes: int = 0
     num_tokens: int = 0
-
-
-@dataclass
-class Tally:
-    """What became of the files: counts, for each reason the first few cases, and (files, bytes) taken by file name ending."""
-
-    num_files: int = 0
-    num_documents: int = 0
-    num_bytes: int = 0
-    reasons: Counter[Reason] = field(default_factory=Counter)
-    examples: dict[Reason, list[Decision]] = field(default_factory=dict)
-    endings: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, decision: Decision) -> None:
-        if decision.taken:
-            self.num_files += 1
-            self.num_bytes += decision.num_bytes
-            self.num_documents += decision.reason is None
-            ending = Path(decision.name).suffix.lower()
-            count, size = self.endings.get(ending, (0, 0))
-            self.endings[ending] = count + 1, size + decision.num_bytes
-        if decision.reason is not None:
-            self.reasons[decision.reason] += 1
-            cases = self.examples.setdefault(decision.reason, [])
-            if len(cases) < MAX_EXAMPLES:
-                cases.append(decision)
 
 
 @dataclass(frozen=True)
@@ -119,7 +71,7 @@ class BuildReport:
 
 def build(
     name: str,
-    paths: Sequence[Path],
+    paths: Sequence[Path | str],
     tokenizer: Tokenizer,
     catalog: Catalog,
     *,
@@ -128,7 +80,7 @@ def build(
     model: str = "",
     progress: ProgressCallback | None = None,
 ) -> BuildReport:
-    """Index `paths` (files or folders) as a new version of corpus `name`, and activate it.
+    """Index `paths` (or `path@revision`: what `corpora.inputs` can open) as a new version of corpus `name`, and activate it.
 
     `model` is written down for people. `progress` is called often; it must be quick. Time is about that of the tokenizer plus
     that of sorting (a few seconds for a million lines); memory, that of one segment.
@@ -145,13 +97,15 @@ def build(
     with catalog.lock(name):
         catalog.refuse_taken(name, tenant)
         catalog.collect(name)
-        version, sources = new_version_id(), tuple(os.path.abspath(path) for path in paths)
-        stream = _Stream(paths, tokenizer, options, say)
+        version = new_version_id()
+        opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
+        sources = tuple(source.spec for source in opened)
+        stream = _Stream(Survey(opened, options), tokenizer, say)
         documents = stream.documents()
         first = next(documents, None)
         if first is None:
             catalog.collect(name)
-            raise NothingToIndex(_nothing_message(paths, stream.tally), stream.tally.reasons)
+            raise NothingToIndex(_nothing_message(sources, stream.tally), stream.tally.reasons)
         folder = catalog.version_path(name, version)
         try:
             write_version(
@@ -161,7 +115,11 @@ def build(
                 itertools.chain([first], documents),
                 fingerprint=tokenizer.fingerprint,
                 vocab_size=tokenizer.vocab_size,
-                options={**asdict(options), "model": model},
+                options={
+                    **options.to_json(),
+                    "model": model,
+                    "resolved": {source.spec: source.resolved for source in opened if source.resolved},
+                },
                 sources=sources,
                 num_text_bytes=lambda: stream.tally.num_bytes,
                 segment_tokens=options.segment_tokens,
@@ -209,101 +167,69 @@ def build(
     )
 
 
-def survey(
-    paths: Sequence[Path], options: BuildOptions = BuildOptions(), *, progress: ProgressCallback | None = None
-) -> Iterator[tuple[Decision, str]]:
-    """Every file below `paths` with what a build would do, and its text; "" where none would be stored.
-
-    The order is that of the walk, and exact copies (after decoding) are duplicates of the first. Raises InvalidOptions,
-    SourceNotFound. Memory: one file, and the list of all.
-    """
-    options.validate()
-    found = list(walk(paths, include=options.include, exclude=options.exclude))
-    total_bytes, total_files = sum(d.num_bytes for d in found if d.taken), sum(d.taken for d in found)
-    num_files = num_bytes = 0
-    seen: set[bytes] = set()
-    for decision in found:
-        text = ""
-        if decision.taken:
-            num_files, num_bytes = num_files + 1, num_bytes + decision.num_bytes
-            decision, text = _read(decision, options, seen)
-        if progress is not None:
-            progress(Progress("tokenize", num_files, total_files, num_bytes, total_bytes))
-        yield decision, text
-
-
-def explain(path: Path, paths: Sequence[Path], options: BuildOptions = BuildOptions()) -> Decision | None:
-    """What a build of `paths` would do with `path`; the decision may be about a folder above it. None if it is not below them.
-
-    Raises what `survey` raises.
-    """
-    wanted = Path(os.path.abspath(path))
-    wanted = wanted.parent.resolve() / wanted.name
-    for decision, _ in survey(paths, options):
-        if wanted == decision.path or (decision.name.endswith("/") and wanted.is_relative_to(decision.path)):
-            return decision
-    return None
-
-
-def _read(decision: Decision, options: BuildOptions, seen: set[bytes]) -> tuple[Decision, str]:
-    """A candidate after a look inside it."""
-    result = content.read(decision.path, max_bytes=options.max_file_size, generated=options.generated)
-    if isinstance(result, content.Refusal):
-        return replace(decision, taken=False, reason=result.reason, detail=result.detail), ""
-    digest = hashlib.blake2b(result.text.encode("utf-8"), digest_size=16).digest()
-    if digest in seen:
-        return replace(decision, reason=Reason.DUPLICATE, num_bytes=result.num_bytes), ""
-    seen.add(digest)
-    return replace(decision, num_bytes=result.num_bytes), result.text
-
-
 class _Stream:
-    """Documents on their way from files to ids, with the counts of what passed."""
+    """Documents on their way from sources to ids, with the counts of what passed. Reading runs ahead of tokenizing."""
 
-    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer, options: BuildOptions, say: ProgressCallback) -> None:
+    def __init__(self, survey: Survey, tokenizer: Tokenizer, say: ProgressCallback) -> None:
         self.tally = Tally()
         self.num_tokens = 0
         self.tokenizer_seconds = 0.0
-        self._paths = paths
+        self._survey = survey
         self._tokenizer = tokenizer
-        self._options = options
         self._say = say
-        self._last = Progress("walk")
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
         """(name, ids) of every document, in order; tokenized in batches of about BATCH_CHARS characters."""
-        names, texts, size = list[str](), list[str](), 0
-        self._say(self._last)
-        for decision, text in survey(self._paths, self._options, progress=self._note):
-            self.tally.add(decision)
-            if text:
-                names.append(decision.name)
-                texts.append(text)
-                size += len(text)
-            if size >= BATCH_CHARS:
-                yield from zip(names, self._encode(texts), strict=True)
-                names, texts, size = [], [], 0
-        if texts:
-            yield from zip(names, self._encode(texts), strict=True)
+        self._say(Progress("walk"))
+        with contextlib.closing(ahead(_batches(self._survey), 2)) as batches:
+            for batch in batches:
+                for found in batch:
+                    self.tally.add(found.decision)
+                documents = [document for found in batch for document in found.documents]
+                yield from zip((document.name for document in documents), self._encode(documents), strict=True)
+                self._say(self.progress("tokenize"))
 
     def progress(self, stage: str) -> Progress:
         """The state of things, as of `stage`."""
-        return replace(self._last, stage=stage, num_tokens=self.num_tokens)
+        survey = self._survey
+        return Progress(stage, survey.num_files, survey.total_files, survey.num_bytes, survey.total_bytes, self.num_tokens)
 
-    def _note(self, progress: Progress) -> None:
-        self._last = progress
-        self._say(self.progress(progress.stage))
-
-    def _encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    def _encode(self, documents: Sequence[Document]) -> Iterator[NDArray[np.int32]]:
         started = time.monotonic()
-        encoded = self._tokenizer.encode_batch(texts)
+        encoded = iter(self._tokenizer.encode_batch([d.content for d in documents if isinstance(d.content, str)]))
+        ids = [next(encoded) if isinstance(d.content, str) else d.content for d in documents]
         self.tokenizer_seconds += time.monotonic() - started
-        self.num_tokens += sum(map(len, encoded))
-        return encoded
+        self.num_tokens += sum(map(len, ids))
+        return iter(ids)
 
 
-def _nothing_message(paths: Sequence[Path], tally: Tally) -> str:
-    where = ", ".join(map(str, paths))
+def _batches(survey: Iterable[Found]) -> Iterator[list[Found]]:
+    """What was found, in lists of about BATCH_CHARS characters (or ids) to store."""
+    batch, size = list[Found](), 0
+    for found in survey:
+        batch.append(found)
+        size += sum(len(document.content) for document in found.documents)
+        if size >= BATCH_CHARS or len(batch) >= BATCH_ENTRIES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def chat_encoder(tokenizer: Tokenizer) -> EncodeChat:
+    """What turns a conversation into ids with the model's template; ValueError says that there is none, or that it refuses."""
+
+    def encode(messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+        try:
+            return tokenizer.encode_chat(messages, add_generation_prompt=False)
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from None
+
+    return encode
+
+
+def _nothing_message(sources: Sequence[str], tally: Tally) -> str:
+    where = ", ".join(sources)
     if not tally.reasons:
         return f"there is nothing to index: {where} is empty; give a folder with source or text files"
     reasons = "; ".join(f"{count} {reason} ({reason.meaning})" for reason, count in tally.reasons.most_common())

@@ -36,6 +36,7 @@ from corpora.upkeep import upkeep_app
 
 if TYPE_CHECKING:
     from corpora.build import BuildReport
+    from corpora.options import BuildOptions
     from corpora.survey import Tally
 
 corpus_app = typer.Typer(
@@ -167,7 +168,7 @@ def _dry_run(name: str, paths: Sequence[Path], options: BuildOptions, as_json: b
         for found in survey:
             tally.add(found.decision)
             if say is not None:
-                say(Progress("tokenize", tally.num_files, survey.total_files, tally.num_bytes, survey.total_bytes))
+                say(Progress("tokenize", survey.num_files, survey.total_files, survey.num_bytes, survey.total_bytes))
     if as_json:
         print_json({"name": name, "dry_run": True, **_tally_json(tally)})
         return

@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 class Reason(StrEnum):
-    """Why a file or folder was left out (or, for DUPLICATE, taken but not stored again). Values go into reports and JSON."""
+    """Why a file or folder was left out. Values go into reports and JSON.
+
+    Two of them are also said of files that are taken: DUPLICATE (not stored again) and SECRET (without some of its lines).
+    """
 
     IGNORED = "ignored"
     EXCLUDED = "excluded"
@@ -30,6 +33,11 @@ class Reason(StrEnum):
     LOCK_FILE = "lock_file"
     SECRET = "secret"
     DUPLICATE = "duplicate"
+    NEAR_DUPLICATE = "near_duplicate"
+    LICENCE = "licence"
+    MALFORMED = "malformed"
+    SUBMODULE = "submodule"
+    UNSAFE_NAME = "unsafe_name"
 
     @property
     def meaning(self) -> str:
@@ -42,7 +50,7 @@ _MEANINGS = {
     Reason.EXCLUDED: "by --exclude",
     Reason.NOT_INCLUDED: "not among --include",
     Reason.HIDDEN: "hidden folder",
-    Reason.VENDORED: "installed packages",
+    Reason.VENDORED: "others' code; name the folder to take it",
     Reason.SYMLINK: "link within the tree",
     Reason.SYMLINK_OUTSIDE: "link out of the tree",
     Reason.SYMLINK_LOOP: "link to itself",
@@ -58,6 +66,11 @@ _MEANINGS = {
     Reason.LOCK_FILE: "of a package manager",
     Reason.SECRET: "looks like a key or password",
     Reason.DUPLICATE: "stored once",
+    Reason.NEAR_DUPLICATE: "nearly all stands in another",
+    Reason.LICENCE: "by --exclude-licence",
+    Reason.MALFORMED: "not what its name says",
+    Reason.SUBMODULE: "another repository",
+    Reason.UNSAFE_NAME: "name leads out of its archive",
 }
 
 
@@ -67,9 +80,10 @@ class Decision:
 
     1. `name` is the path within the corpus: below the folder that was given, "/" between parts, always valid UTF-8.
        A folder's name ends with "/"; it stands for all that is in it.
-    2. `taken`: its text is indexed. `reason` is None exactly if it is taken and not a duplicate.
+    2. `taken`: its text is indexed, if `num_documents` is 0 as another file's. `reason` is None exactly if all of it is stored.
     3. `num_bytes` is its size on disk, 0 for folders, links and special files.
     4. `detail` says more where there is more to say (which rule, which link target, what the system said).
+    5. `stamp`, where it is not empty, is the same only as long as the content is, and costs no look inside.
     """
 
     path: Path
@@ -78,3 +92,5 @@ class Decision:
     reason: Reason | None = None
     detail: str = ""
     num_bytes: int = 0
+    num_documents: int = 0
+    stamp: str = ""

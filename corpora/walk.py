@@ -9,10 +9,13 @@
     5  Ignore rules. Inside a git work tree git itself is asked what is tracked, or untracked and not ignored, in nested
        repositories and submodules each on its own; outside one (or without git) `.gitignore` files count, at each level,
        deepest first. `.ignore` files count in both cases.
-    6  Folders of installed packages (`node_modules`, virtual environments).
+    6  Folders of others' code (`node_modules`, `vendor`, `third_party`, virtual environments).
 
 A folder that a rule leaves out is one decision; nothing below it is looked at. Naming a path is stronger than any ignore rule
 about it: a named file is a candidate, a named folder is searched even where the repository around it ignores it.
+
+Trees that are no folders (a revision, an archive) hold only what somebody put there: for them `NameRules` asks 3, 4 and 6 of
+the names alone.
 
 The order is that of the names' bytes, the same on every machine. O(files), one directory listing at a time; git is run once
 for each repository.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +35,15 @@ from pathspec import GitIgnoreSpec
 
 from corpora.decisions import Decision, Reason
 from corpora.errors import InvalidOptions, SourceNotFound
+from corpora.options import BuildOptions
 
 IGNORE_FILES_IN_GIT = (".ignore",)
 IGNORE_FILES_ELSEWHERE = (".ignore", ".gitignore")
-PACKAGE_FOLDERS = frozenset({"node_modules", "bower_components"})
+PACKAGE_FOLDERS = frozenset(
+    {"node_modules", "bower_components", "vendor", "third_party", "thirdparty", "site-packages", "Pods"}
+)
+SETTLED_NS = 2_000_000_000
+"""How old a file's time of change must be to be trusted: a second change within one tick of the clock would not show."""
 GIT_SECONDS = 60.0
 
 _Refusal = tuple[Reason, str]
@@ -47,13 +56,50 @@ def walk(paths: Sequence[Path], *, include: Sequence[str] = (), exclude: Sequenc
     With several paths, names begin with the last part of the path they were found under. Raises SourceNotFound for a path that
     is not there, InvalidOptions for a pattern git would not understand; no paths give nothing.
     """
-    wanted, unwanted = _patterns("include", include), _patterns("exclude", exclude)
+    options = BuildOptions(tuple(include), tuple(exclude))
     seen: set[Path] = set()
     for root, prefix in roots_of(paths):
-        for decision in _Walk(root, prefix, wanted, unwanted).decisions():
+        for decision in walk_root(root, prefix, options):
             if decision.path not in seen:
                 yield decision
             seen.add(decision.path)
+
+
+def walk_root(root: Path, prefix: str, options: BuildOptions) -> Iterator[Decision]:
+    """`walk` below one real path; names begin with `prefix`."""
+    rules = NameRules.of(options)
+    return _Walk(root, prefix, rules.include, rules.exclude).decisions()
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """The rules that names alone decide: hidden folders, the caller's patterns, folders of others' code."""
+
+    include: GitIgnoreSpec | None
+    exclude: GitIgnoreSpec | None
+
+    @staticmethod
+    def of(options: BuildOptions) -> NameRules:
+        """Raises InvalidOptions for a pattern git would not understand."""
+        return NameRules(_patterns("include", options.include), _patterns("exclude", options.exclude))
+
+    def refuse(self, name: str) -> tuple[str, Reason] | None:
+        """(what is left out, why) if this file ("/" between parts) or a folder above it is; a folder's name ends with "/"."""
+        *folders, _ = name.split("/")
+        path = ""
+        for folder in folders:
+            path += f"{folder}/"
+            if folder.startswith("."):
+                return path, Reason.HIDDEN
+            if self.exclude and self.exclude.match_file(path):
+                return path, Reason.EXCLUDED
+            if folder in PACKAGE_FOLDERS:
+                return path, Reason.VENDORED
+        if self.exclude and self.exclude.match_file(name):
+            return name, Reason.EXCLUDED
+        if self.include and not self.include.match_file(name):
+            return name, Reason.NOT_INCLUDED
+        return None
 
 
 def _patterns(option: str, lines: Sequence[str]) -> GitIgnoreSpec | None:
@@ -73,11 +119,11 @@ def roots_of(paths: Sequence[Path]) -> list[tuple[Path, str]]:
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
             fault = getattr(error, "strerror", None) or "it is a loop of links"
             raise SourceNotFound(f"path to index cannot be used: {path} ({fault}); check its spelling") from None
-        roots.append((root, f"{_printable(root.name)}/" if len(paths) > 1 and root.is_dir() else ""))
+        roots.append((root, f"{printable(root.name)}/" if len(paths) > 1 and root.is_dir() else ""))
     return roots
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A file name as valid UTF-8; bytes that are not UTF-8 become \\xNN."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
@@ -157,7 +203,7 @@ class _Walk:
     def named_file(self) -> Decision:
         """A file the caller named: no rule about names applies."""
         info = self.root.lstat()
-        return self.decision(self.root.name, self.root, _fault_of(info), info.st_size)
+        return self.decision(self.root.name, self.root, _fault_of(info), info)
 
     def decide(self, name: str, path: Path, rules: _Rules) -> Decision | None:
         """What becomes of one entry; None for a folder to look into."""
@@ -170,11 +216,19 @@ class _Walk:
         if stat.S_ISDIR(info.st_mode):
             refusal = self.folder_refusal(name, path, rules)
             return self.decision(f"{name}/", path, refusal) if refusal else None
-        return self.decision(name, path, _fault_of(info) or self.name_refusal(name, rules), info.st_size)
+        return self.decision(name, path, _fault_of(info) or self.name_refusal(name, rules), info)
 
-    def decision(self, name: str, path: Path, refusal: _Refusal | None, num_bytes: int = 0) -> Decision:
+    def decision(self, name: str, path: Path, refusal: _Refusal | None, info: os.stat_result | None = None) -> Decision:
         reason, detail = refusal or (None, "")
-        return Decision(path, self.prefix + _printable(name), refusal is None, reason, _printable(detail), num_bytes)
+        return Decision(
+            path,
+            self.prefix + printable(name),
+            refusal is None,
+            reason,
+            printable(detail),
+            info.st_size if info else 0,
+            stamp=stamp_of(info) if info else "",
+        )
 
     def folder_refusal(self, name: str, path: Path, rules: _Rules) -> _Refusal | None:
         if path.name.startswith("."):
@@ -212,6 +266,12 @@ class _Walk:
         if not real.is_relative_to(self.root):
             return Reason.SYMLINK_OUTSIDE, f"to {target}"
         return (Reason.SYMLINK_LOOP if path.is_relative_to(real) else Reason.SYMLINK), f"to {target}"
+
+
+def stamp_of(info: os.stat_result) -> str:
+    """What changes whenever a file's content does: its size and times; "" while it may change again unnoticed."""
+    times = (info.st_mtime_ns, info.st_ctime_ns)
+    return f"{info.st_size}-{times[0]}-{times[1]}" if max(times) < time.time_ns() - SETTLED_NS else ""
 
 
 def _fault_of(info: os.stat_result) -> _Refusal | None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from corpora import build as build_module
-from corpora.build import BuildOptions, BuildReport, Progress, build, explain, survey
+from corpora.build import BuildOptions, BuildReport, Progress, build
 from corpora.catalog import Catalog
 from corpora.decisions import Reason
 from corpora.errors import (
@@ -144,34 +144,6 @@ def test_progress_reaches_the_end(tree: Path, catalog: Catalog) -> None:
     assert (
         last.num_bytes == last.total_bytes > 0 and last.num_files == last.total_files == 6 and last.num_tokens == report.tokens
     )
-
-
-def test_survey_says_what_a_build_does(tree: Path) -> None:
-    """The decisions of a dry run, with texts for what would be stored."""
-    outcome = {d.name: (d.taken, d.reason, bool(text)) for d, text in survey([tree])}
-    assert outcome == {
-        "add.py": (True, None, True),
-        "copy.py": (True, Reason.DUPLICATE, False),
-        "docs/blob.bin": (False, Reason.BINARY, False),
-        "docs/guide.md": (True, None, True),
-        "empty.py": (False, Reason.EMPTY, False),
-        "naïve.py": (True, None, True),
-    }
-
-
-def test_explain_tells_about_one_file(tree: Path, tmp_path: Path) -> None:
-    """Its own decision, or that about a folder above it; None for what is not below the paths."""
-    plant(tree, {".hidden/x.py": "x", "a.py": "# coding\n"})
-    (tree / "link.py").symlink_to("a.py")
-
-    def reason(name: str) -> Reason | None:
-        decision = explain(tree / name, [tree])
-        assert decision is not None
-        return decision.reason
-
-    assert (reason("add.py"), reason("copy.py")) == (None, Reason.DUPLICATE)
-    assert (reason(".hidden/x.py"), reason("link.py")) == (Reason.HIDDEN, Reason.SYMLINK)
-    assert explain(tmp_path / "elsewhere.py", [tree]) is None and explain(tree / "gone.py", [tree]) is None
 
 
 # what fails

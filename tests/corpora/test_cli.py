@@ -104,7 +104,7 @@ def test_explain_answers_for_one_file(shell: Shell) -> None:
         return shell("build", "code", shell.tree, "--explain", shell.tree / name).stdout.removeprefix(f"{shell.tree}/").strip()
 
     assert say("add.py") == "add.py: taken"
-    assert say("copy.py") == "copy.py: taken - duplicate: stored once"
+    assert say("copy.py") == "copy.py: taken - duplicate: stored once (as add.py)"
     assert say("blob.bin") == "blob.bin: skipped - binary: not text (has NUL bytes)"
     assert say("build/x.py") == (
         "build/x.py: skipped - ignored: by git or an ignore file (.gitignore); decided for the folder build/"

@@ -1,0 +1,37 @@
+"""Folders and files as they lie on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from corpora.filter import read_file
+from corpora.inputs import EncodeChat, Entry
+from corpora.options import BuildOptions
+from corpora.walk import roots_of, walk_root
+
+
+def open_source(spec: str, prefix: str, options: BuildOptions, encode_chat: EncodeChat | None) -> FolderSource:
+    """A folder, or a file that is no other kind of input. Raises SourceNotFound."""
+    ((root, _),) = roots_of([Path(spec)])
+    return FolderSource(os.path.abspath(spec), root, prefix if root.is_dir() else "", options)
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """What `walk` finds below a real path; names begin with `prefix`."""
+
+    spec: str
+    root: Path
+    prefix: str
+    options: BuildOptions
+    streamed = False
+    resolved = ""
+
+    def entries(self) -> Iterator[Entry]:
+        """Depth first, in the order of the names' bytes."""
+        for decision in walk_root(self.root, self.prefix, self.options):
+            yield Entry(decision, partial(read_file, decision.path, self.options.max_file_size))
