@@ -5,7 +5,7 @@ Pure: arrays in, arrays out; the state is in the objects, nothing is read or wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,30 @@ class Calibration:
 
     tables: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Source name -> float64 [2, kernels.NUM_BUCKETS]: hits, trials."""
+
+    @staticmethod
+    def of(arrays: Mapping[str, NDArray[np.float64]] | None) -> Calibration:
+        """With tables copied from another one's `arrays`; None is one that has seen nothing. Raises ValueError if they do not
+        fit."""
+        shape = (2, kernels.NUM_BUCKETS)
+        for source, table in (arrays or {}).items():
+            if (
+                table.shape != shape
+                or not np.all(np.isfinite(table))
+                or np.any(table < 0)
+                or np.any(table[0] > table[1] + 1e-6)
+            ):
+                raise ValueError(f"no calibration table: {source} {table.shape}; a table is {shape}, hits and trials")
+        return Calibration({source: table.astype(np.float64) for source, table in (arrays or {}).items()})
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tables."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    def arrays(self) -> dict[str, NDArray[np.float64]]:
+        """A copy of the tables, by source."""
+        return {source: table.copy() for source, table in self.tables.items()}
 
     def apply(self, source: str, draft: Draft) -> Draft:
         """The same draft with calibrated probabilities. O(n)."""
