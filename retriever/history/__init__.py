@@ -7,6 +7,7 @@ What a service said once it often says again: the same reports, the same calls o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +139,7 @@ class HistoryPool:
         """The tokens of every document, the least recently touched first; leads are among them."""
         return [self._read(document) for document in self._order()]
 
-    def arrays(self) -> dict[str, NDArray[np.generic]]:
+    def arrays(self) -> dict[str, NDArray[Any]]:
         """All documents, as `restore` takes them; a copy. Some milliseconds for a million tokens."""
         order = self._order()
         rows = self._table[order]
@@ -151,7 +152,7 @@ class HistoryPool:
             "gained": rows["gained"].copy(),
         }
 
-    def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Add the documents of another pool's `arrays`, closed, in the order they were touched. If not all fit, the last stay.
 
         Raises ValueError or KeyError if they are no such arrays; nothing is added then.
@@ -262,7 +263,8 @@ class HistoryPool:
     def _order(self) -> list[int]:
         """The documents, the least recently touched first."""
         there = np.flatnonzero(self._table["touched"] > 0)
-        return there[np.argsort(self._table["touched"][there], kind="stable")].tolist()
+        order: list[int] = there[np.argsort(self._table["touched"][there])].tolist()
+        return order
 
     def _tick(self) -> int:
         self._time += 1

@@ -2,12 +2,12 @@
 
 # Layout
 
-A *place* is a number: block * BLOCK + offset. The tokens of a document fill its blocks one after the other; `before` and `after`
-link the blocks of one document, -1 at its ends. What is behind the last token of a last block is -1.
+A *place* is a number: block * BLOCK + offset. The tokens of a document fill its blocks one after the other; `before` and
+`after` link the blocks of one document, -1 at its ends. What is behind the last token of a last block is -1.
 
-For every length in ORDERS, the places whose so many preceding tokens fall into one bucket are a chain, latest first, linked both
-ways, so that a document can be taken out of the middle. A place is chained once it holds a token, and only if the tokens before
-it are of its own document: nothing crosses from one to the next.
+For every length in ORDERS, the places whose so many preceding tokens fall into one bucket are a chain, latest first, linked
+both ways, so that a document can be taken out of the middle. A place is chained once it holds a token, and only by tokens of
+its own document: nothing crosses from one to the next.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from retriever.kernels import BlendResult, Float64, Int32, blend, hash_context, int64, kernel, usable_length
+from retriever.kernels import BlendResult, Int32, blend, hash_context, int64, kernel, usable_length
 
 BLOCK = 16
 """Tokens in a block. A document leaves half of one empty on average."""
@@ -46,14 +45,11 @@ class Places(NamedTuple):
     @staticmethod
     def empty(num_blocks: int) -> Places:
         """Room for `num_blocks` blocks."""
-        num_places, orders = num_blocks * BLOCK, len(ORDERS)
-        buckets = 1 << max(num_places - 1, 1).bit_length() - 1
-        return Places(
-            np.full(num_places, -1, np.int32),
-            *(np.full(num_blocks, -1, np.int32) for _ in range(3)),
-            np.full((orders, max(buckets, 2)), -1, np.int32),
-            *(np.full((orders, num_places), -1, np.int32) for _ in range(2)),
-        )
+        num_places = num_blocks * BLOCK
+        num_buckets = 1 << (num_places - 1).bit_length() - 1
+        text, before, after, owner = (np.full(n, -1, np.int32) for n in (num_places, num_blocks, num_blocks, num_blocks))
+        heads, older, newer = (np.full((len(ORDERS), n), -1, np.int32) for n in (num_buckets, num_places, num_places))
+        return Places(text, before, after, owner, heads, older, newer)
 
 
 @kernel
@@ -174,7 +170,7 @@ def _occurrences(places: Places, context: Int32, own: int, max_length: int, prob
 
 @kernel
 def _bucket(places: Places, tokens: Int32, length: int) -> int:
-    return hash_context(tokens[len(tokens) - length :], length) & (places.heads.shape[1] - 1)
+    return int64(hash_context(tokens[len(tokens) - length :], length) & (places.heads.shape[1] - 1))
 
 
 @kernel
