@@ -22,8 +22,9 @@ from corpora.ahead import ahead
 from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, created_at, new_version_id
 from corpora.decisions import Decision, Reason
 from corpora.errors import CatalogError, NothingToIndex, StoreNotWritable
-from corpora.inputs import EncodeChat, open_sources
+from corpora.inputs import EncodeChat, Source, open_sources
 from corpora.options import BuildOptions
+from corpora.record import Recorder
 from corpora.survey import Document, Found, Survey, Tally
 from engine.errors import InvalidRequest
 from engine.text import Tokenizer
@@ -52,8 +53,8 @@ class BuildReport:
 
     1. `files_taken` counts files whose text is in the corpus; exact copies among them are stored once.
     2. `skipped` counts files, and folders as a whole, by reason; DUPLICATE counts copies that were taken but not stored again.
-    3. `bytes` is the size of the taken files on disk; `tokens` is what is stored. `seconds` is the whole build,
-       `tokenizer_seconds` the part spent in the tokenizer.
+    3. `bytes` is the size of the taken files on disk; `tokens` is what is stored, `new_tokens` what of it was tokenized now.
+       `seconds` is the whole build, `tokenizer_seconds` the part spent in the tokenizer.
     """
 
     name: str
@@ -65,6 +66,7 @@ class BuildReport:
     examples: dict[Reason, list[Decision]]
     bytes: int
     tokens: int
+    new_tokens: int
     seconds: float
     tokenizer_seconds: float
 
@@ -92,107 +94,140 @@ def build(
 
     check_name(name)
     options.validate()
-    say = progress or (lambda _: None)
     started = time.monotonic()
-    with catalog.lock(name):
-        catalog.refuse_taken(name, tenant)
-        catalog.collect(name)
+    with alone_with(name, catalog, tenant):
         version = new_version_id()
         opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
-        sources = tuple(source.spec for source in opened)
-        stream = _Stream(Survey(opened, options), tokenizer, say)
+        stream = Stream(Survey(opened, options), tokenizer, progress)
         documents = stream.documents()
         first = next(documents, None)
         if first is None:
-            catalog.collect(name)
-            raise NothingToIndex(_nothing_message(sources, stream.tally), stream.tally.reasons)
-        folder = catalog.version_path(name, version)
-        try:
-            write_version(
-                catalog.root,
-                name,
-                version,
-                itertools.chain([first], documents),
-                fingerprint=tokenizer.fingerprint,
-                vocab_size=tokenizer.vocab_size,
-                options={
-                    **options.to_json(),
-                    "model": model,
-                    "resolved": {source.spec: source.resolved for source in opened if source.resolved},
-                },
-                sources=sources,
-                num_text_bytes=lambda: stream.tally.num_bytes,
-                segment_tokens=options.segment_tokens,
-                on_progress=lambda stage, _: say(stream.progress(stage)) if stage != "read" else None,
-            )
-            say(stream.progress("publish"))
-            tally = stream.tally
-            catalog.publish(
-                Version(
-                    corpus=name,
-                    id=version,
-                    created=created_at(version),
-                    fingerprint=tokenizer.fingerprint,
-                    vocab_size=tokenizer.vocab_size,
-                    model=model,
-                    num_files=tally.num_files,
-                    num_documents=tally.num_documents,
-                    num_tokens=stream.num_tokens,
-                    num_bytes=tally.num_bytes,
-                    sources=sources,
-                ),
-                tenant,
-            )
-        except BaseException as error:
-            with contextlib.suppress(CatalogError):
-                catalog.collect(name)  # removes what is not active, and so never a version whose activation had succeeded
-            if isinstance(error, OSError):
-                raise StoreNotWritable(
-                    f"corpus cannot be written: {folder} ({error.strerror or error}); check space"
-                ) from error
-            raise
+            raise NothingToIndex(nothing_message(opened, stream.tally), stream.tally.reasons)
+        folder = write_version(
+            catalog.root,
+            name,
+            version,
+            itertools.chain([first], documents),
+            fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            options=recorded_options(options, opened, model),
+            sources=[source.spec for source in opened],
+            num_text_bytes=lambda: stream.tally.num_bytes,
+            metadata=stream.record,
+            segment_tokens=options.segment_tokens,
+            on_progress=stream.on_written,
+        )
+        return publish(folder, catalog, tenant, stream, started)
+
+
+@contextlib.contextmanager
+def alone_with(name: str, catalog: Catalog, tenant: str) -> Iterator[None]:
+    """Alone with a corpus to make a version of it; in the end only what is active, or was before, is left of it.
+
+    Raises CorpusLocked, InvalidName (another tenant's), CatalogError; StoreNotWritable for an OSError of the block.
+    """
+    with catalog.lock(name):
+        catalog.refuse_taken(name, tenant)
         catalog.collect(name)
+        try:
+            yield
+        except OSError as error:
+            raise StoreNotWritable(
+                f"corpus cannot be written: {catalog.root / name} ({error.strerror or error}); check space"
+            ) from error
+        finally:
+            with contextlib.suppress(CatalogError, OSError):  # what is left over now is removed by the next who works on it
+                catalog.collect(name)
+
+
+def publish(folder: Path, catalog: Catalog, tenant: str, stream: Stream, started: float) -> BuildReport:
+    """Make the version in `folder`, which `stream` has filled, the active one. Raises InvalidName, CatalogError."""
+    from retriever.format import Manifest
+
+    stream.say("publish")
+    manifest, tally = Manifest.read(folder), stream.tally
+    catalog.publish(
+        Version(
+            corpus=manifest.corpus,
+            id=manifest.version,
+            created=created_at(manifest.version),
+            fingerprint=manifest.fingerprint,
+            vocab_size=manifest.vocab_size,
+            model=manifest.options["model"],
+            num_files=tally.num_files,
+            num_documents=manifest.num_documents,
+            num_tokens=manifest.num_tokens,
+            num_bytes=tally.num_bytes,
+            sources=manifest.sources,
+        ),
+        tenant,
+    )
     return BuildReport(
-        name=name,
-        version=version,
+        name=manifest.corpus,
+        version=manifest.version,
         path=folder,
         files_taken=tally.num_files,
-        documents=tally.num_documents,
+        documents=manifest.num_documents,
         skipped=dict(tally.reasons),
         examples=tally.examples,
         bytes=tally.num_bytes,
-        tokens=stream.num_tokens,
+        tokens=manifest.num_tokens,
+        new_tokens=stream.num_tokens,
         seconds=time.monotonic() - started,
         tokenizer_seconds=stream.tokenizer_seconds,
     )
 
 
-class _Stream:
+def recorded_options(options: BuildOptions, sources: Sequence[Source], model: str) -> dict[str, Any]:
+    """What a manifest says of how its version was made, so that it can be made again."""
+    resolved = {source.spec: source.resolved for source in sources if source.resolved}
+    return {**options.to_json(), "model": model, "resolved": resolved}
+
+
+class Stream:
     """Documents on their way from sources to ids, with the counts of what passed. Reading runs ahead of tokenizing."""
 
-    def __init__(self, survey: Survey, tokenizer: Tokenizer, say: ProgressCallback) -> None:
+    def __init__(self, survey: Survey, tokenizer: Tokenizer, progress: ProgressCallback | None) -> None:
         self.tally = Tally()
         self.num_tokens = 0
         self.tokenizer_seconds = 0.0
+        self.unchanged: set[str] = set()
+        """Names of documents that need not be written again."""
+        self._recorder = Recorder()
         self._survey = survey
         self._tokenizer = tokenizer
-        self._say = say
+        self._progress = progress
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
-        """(name, ids) of every document, in order; tokenized in batches of about BATCH_CHARS characters."""
-        self._say(Progress("walk"))
+        """(name, ids) of every document to write, in order; tokenized in batches of about BATCH_CHARS characters."""
+        self.say("walk")
         with contextlib.closing(ahead(_batches(self._survey), 2)) as batches:
             for batch in batches:
+                self._recorder.add(batch)
                 for found in batch:
                     self.tally.add(found.decision)
+                    if found.unchanged:
+                        self.unchanged.update(found.names)
                 documents = [document for found in batch for document in found.documents]
                 yield from zip((document.name for document in documents), self._encode(documents), strict=True)
-                self._say(self.progress("tokenize"))
+                self.say("tokenize")
 
-    def progress(self, stage: str) -> Progress:
-        """The state of things, as of `stage`."""
-        survey = self._survey
-        return Progress(stage, survey.num_files, survey.total_files, survey.num_bytes, survey.total_bytes, self.num_tokens)
+    def record(self) -> bytes:
+        """What an update needs to know, once all documents have been read."""
+        return self._recorder.dump(self.tally)
+
+    def say(self, stage: str) -> None:
+        """Report the state of things, as of `stage`."""
+        if self._progress is not None:
+            survey = self._survey
+            self._progress(
+                Progress(stage, survey.num_files, survey.total_files, survey.num_bytes, survey.total_bytes, self.num_tokens)
+            )
+
+    def on_written(self, stage: str, _: int) -> None:
+        """What `retriever.format` reports while it writes."""
+        if stage != "read":
+            self.say(stage)
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[NDArray[np.int32]]:
         started = time.monotonic()
@@ -228,8 +263,9 @@ def chat_encoder(tokenizer: Tokenizer) -> EncodeChat:
     return encode
 
 
-def _nothing_message(sources: Sequence[str], tally: Tally) -> str:
-    where = ", ".join(sources)
+def nothing_message(sources: Sequence[Source], tally: Tally) -> str:
+    """Why nothing was taken."""
+    where = ", ".join(source.spec for source in sources)
     if not tally.reasons:
         return f"there is nothing to index: {where} is empty; give a folder with source or text files"
     reasons = "; ".join(f"{count} {reason} ({reason.meaning})" for reason, count in tally.reasons.most_common())
