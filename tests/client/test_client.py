@@ -207,6 +207,38 @@ def test_timeouts_end_on_both_sides() -> None:
         assert soon(lambda: engine.num_open == 0)
 
 
+def test_steps_are_told_if_asked_for() -> None:
+    """A trace comes with each chunk and with the whole answer, sources by name; sizes come always."""
+    with serving_in_thread(ScriptedEngine()) as address, draftloom.Client(address) as client:
+        with client.stream("abc", max_tokens=5, trace=True) as stream:
+            chunks = list(stream)
+        answer = client.generate("abc", max_tokens=5, trace=True)
+        assert [step for chunk in chunks for step in chunk.steps] == list(answer.steps)
+        first, second = answer.steps
+        assert (first.texts, second.texts) == ((b"a", b"b", b"c"), (b"a", b"b"))
+        assert (first.num_lookahead, first.pass_seconds, first.costs) == (2, 0.0625, ((1, 0.05), (4, 0.0625)))
+        wrong = draftloom.TraceNode(256, b"<|end|>", 0, 0.25, ("corpus:code", "prompt"), True, False)
+        assert first.nodes[2] == wrong and first.nodes[0].parent == -1 and first.nodes[1].accepted
+        plain = client.generate("abc", max_tokens=5)
+        assert (plain.steps, plain.sizes) == ((), (1, 1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [
+        ("127.0.0.1:1", "connection refused"),
+        ("no-such-host.invalid:1", "no such host"),
+        ("127.0.0.1:port", "its port is not a number"),
+    ],
+)
+def test_who_cannot_be_reached_is_told_in_one_sentence(address: str, cause: str) -> None:
+    """The address, the cause, and what to do: no gRPC internals."""
+    with draftloom.Client(address) as client, pytest.raises(draftloom.Unavailable) as caught:
+        client.model_info()
+    advice = "start one with `draftloom serve`, or name another address"
+    assert str(caught.value) == f"no server answers at {address}: {cause}; {advice}"
+
+
 def test_nobody_there() -> None:
     """Without a server the address is named, and waiting for one has an end."""
     with draftloom.Client("127.0.0.1:1") as client:

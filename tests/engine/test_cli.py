@@ -96,6 +96,8 @@ def test_version_is_one_line(run: Run) -> None:
         (["serve", "--config", "none.toml"], "draftloom: no such settings file: none.toml\n"),
         (["serve", "--host", "0.0.0.0"], "draftloom: server.host does not work: 0.0.0.0; it is not loopback"),
         (["model", "pull", "smollm"], "draftloom: no such model: smollm; did you mean: smollm2-135m\n"),
+        (["generate", "x", "--corpus", "a", "--no-corpus"], "draftloom: --no-corpus and --corpus a contradict one another; "),
+        (["trace", "x", "--server", "h:1", "--model", "m"], "draftloom: a running server has settings of its own"),
         (["generate", "x", "--server", "h:1", "--model", "m"], "draftloom: a running server has settings of its own"),
         (["demo", "--package", "no_such_package"], "draftloom: no such package is installed here: no_such_package; name one"),
         (["demo", "--package", "rich", "--functions", "500"], "draftloom: package rich has too few functions to complete: "),
@@ -116,7 +118,8 @@ def test_an_unknown_flag_is_refused(run: Run) -> None:
 def test_no_server_is_one_line_and_status_1(run: Run) -> None:
     """It says at which address nobody answers."""
     status, out, err = run("generate", "x", "--server", "127.0.0.1:1")
-    assert (status, out) == (1, "") and err.startswith("draftloom: no server answers at 127.0.0.1:1: ") and err.count("\n") == 1
+    assert (status, out) == (1, "") and err.count("\n") == 1
+    assert err.startswith("draftloom: no server answers at 127.0.0.1:1: connection refused; start one with `draftloom serve`")
 
 
 def test_ctrl_c_is_status_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +232,38 @@ def test_generate_asks_the_usual_server_if_it_is_there(run: Run, server: str, mo
     assert "started with ['--model', 'm', '--threads', '2']" in run("generate", "ab", "--model", "m", "--threads", "2")[2]
     monkeypatch.setattr(draftloom, "DEFAULT_ADDRESS", "127.0.0.1:1")
     assert "started with []" in run("generate", "ab")[2]
+
+
+def test_no_corpus_reaches_the_request(run: Run, server: str, scripted: ScriptedEngine) -> None:
+    """It is not the same as naming none."""
+    assert run("generate", "abc", "--server", server, "--no-corpus")[0] == 0
+    assert scripted.requests[-1].speculation.corpora == ()
+
+
+def test_trace_writes_a_page_for_its_owner_alone(run: Run, server: str, tmp_path: Path) -> None:
+    """All prompts are on one page; its path is all that goes to stdout; a file that others could read is closed to them."""
+    (tmp_path / "out.html").touch(mode=0o644)
+    status, out, _ = run("trace", "first prompt", "second", "--server", server, "-n", "7", "--out", "out.html")
+    assert (status, out) == (0, "out.html\n")
+    page = (tmp_path / "out.html").read_text()
+    assert "first prompt" in page and "second" in page and page.startswith("<!doctype html>")
+    assert (tmp_path / "out.html").stat().st_mode & 0o777 == 0o600
+
+
+def test_generate_can_write_the_page_too(run: Run, server: str, tmp_path: Path, scripted: ScriptedEngine) -> None:
+    """The text goes to stdout as without it, as JSON with the steps in it; unasked, nothing is traced."""
+    assert run("generate", "abc", "--server", server, "-n", "4", "--trace", "t.html")[:2] == (0, "abca")
+    assert "abc" in (tmp_path / "t.html").read_text()
+    _, out, _ = run("generate", "abc", "--server", server, "-n", "4", "--trace", "t.html", "--json")
+    assert json.loads(out)["steps"][0]["texts"] == ["a", "b", "c"]
+    assert run("generate", "abc", "--server", server, "-n", "4")[0] == 0
+    assert not scripted.requests[-1].speculation.trace
+
+
+def test_a_page_that_cannot_be_written_is_status_2(run: Run, server: str) -> None:
+    """With the file's name and the cause."""
+    status, _, err = run("trace", "abc", "--server", server, "--out", "nowhere/t.html")
+    assert status == 2 and "cannot write the page: nowhere/t.html: No such file or directory" in err
 
 
 def test_models_are_listed_for_people_and_for_programs(run: Run) -> None:

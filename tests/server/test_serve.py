@@ -71,6 +71,7 @@ def test_unary_and_stream_say_the_same() -> None:
         async with connected(ScriptedEngine()) as channel:
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
             changes: dict[str, Any] = {"max_tokens": 8, "logprobs": 1, "request_id": "r", "sampling": {"seed": 5}}
+            changes["speculation"] = {"trace": True}
             whole = await stub.Generate(generation_pb2.GenerateRequest(prompt={"text": "abc"}, **changes))
             parts = [part async for part in stub.GenerateStream(stream_request(**changes))]
             assert [len(part.token_ids) for part in parts] == [3, 3, 2, 0]

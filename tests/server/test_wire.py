@@ -155,12 +155,12 @@ def test_every_option_arrives() -> None:
         **dict(presence_penalty=-0.5, frequency_penalty=0.25, logit_bias={3: 1.5, 1: -2.0}, seed=7, stop="\n"),
         **dict(stop_token_ids=[4], include_stop=True),
         **dict(ignore_eos=True, logprobs=3, min_chunk_tokens=4, speculation=False, max_nodes=0),
-        **dict(corpora=["a", "b"], require_corpus=True, sources="prompt", prediction="guess", model="m", request_id="r"),
+        **dict(corpora=["a", "b"], require_corpus=True, sources="prompt", prediction="guess", trace=True, model="m", request_id="r"),
         timeout=3.0,
     )
     assert np.array_equal(request.prompt, [1, 2])
     assert request.sampling == SamplingParams(0.7, 5, 0.9, 0.1, 1.1, -0.5, 0.25, ((1, -2.0), (3, 1.5)), 7)
-    assert request.speculation == SpeculationOptions(False, 0, ("a", "b"), True, ("prompt",), "guess")
+    assert request.speculation == SpeculationOptions(False, 0, ("a", "b"), True, ("prompt",), "guess", trace=True)
     assert (request.max_tokens, request.min_tokens, request.num_logprobs, request.request_id) == (9, 2, 3, "r")
     assert (request.stop, request.stop_token_ids, request.include_stop, request.ignore_eos) == (("\n",), (4,), True, True)
     assert set(Options.__annotations__) == {*convert._FIELDS, "timeout"}
@@ -171,6 +171,17 @@ def test_zero_is_not_absent() -> None:
     assert asked("x", seed=0).sampling.seed == 0
     assert asked("x", logprobs=0).num_logprobs == 0
     assert asked("x", max_nodes=0).speculation.max_nodes == 0
+
+
+def test_no_corpora_is_not_the_default_ones() -> None:
+    """An empty list of corpora arrives as none at all; nothing said leaves them to the server; both at once contradict."""
+    assert asked("x", corpora=()).speculation.corpora == asked("x", corpora=[]).speculation.corpora == ()
+    assert asked("x").speculation.corpora is None
+    message = convert.request(generation_pb2.GenerateRequest, "x", Options(corpora="a"))
+    message.speculation.no_corpora = True
+    with pytest.raises(InvalidRequest, match="corpora are named: a") as caught:
+        request_from_wire(message, "someone", INFO, TOKENIZER)
+    assert caught.value.field == "speculation.no_corpora"
 
 
 def test_control_tokens_inside_a_message_stay_text() -> None:
