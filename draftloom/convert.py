@@ -34,6 +34,7 @@ _FIELDS = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "sampling"),
     **dict.fromkeys(("stop", "stop_token_ids", "include_stop", "ignore_eos"), "stopping"),
     **dict.fromkeys(("speculation", "max_nodes", "corpora", "require_corpus", "sources", "prediction", "trace"), "speculation"),
+    **dict.fromkeys(("use_history", "learn"), "speculation"),
     "min_chunk_tokens": "stream",
 }
 _NAMES = {"include_stop": "include_stop_str_in_output", "speculation": "enabled"}

@@ -59,6 +59,10 @@ class Options(TypedDict, total=False):
     """Sources to use, by name; all by default."""
     prediction: str | None
     """A guess at the answer, for instance the text before an edit."""
+    use_history: bool | None
+    """Draft from what the same tenant's earlier answers said; the server's setting, usually yes, by default."""
+    learn: bool | None
+    """False: nothing of this request is kept for later ones, neither its answer nor which drafts were right."""
     trace: bool | None
     """Tell in `steps` how every step came about."""
 

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from importlib import import_module
@@ -24,9 +23,11 @@ from engine.calibration import Calibration
 from engine.config import Config
 from engine.datastores import Checks, Corpora
 from engine.drafters import DRAFTERS, Drafter, DraftRequest
+from engine.drafters.history import without_old
 from engine.drafters.panel import Panel
 from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound
 from engine.loop import Times, decode
+from engine.memory import DAY, Memory, Tenants, default_root
 from engine.models import cache_root, tokenizer_folder
 from engine.requests import (
     Chunk,
@@ -47,14 +48,18 @@ from engine.text import StreamDecoder, Tokenizer
 from engine.trace.recorder import Recorder
 from retriever import kernels as retriever_kernels
 from retriever.datastore import Datastore
+from retriever.history import kernels as history_kernels
 
 log = logging.getLogger("draftloom.engine")
 
 _LONG_TEXT = 4096
 """Characters from which on encoding takes longer than handing it to a thread: some milliseconds."""
 
-_MAX_TENANTS = 1024
-"""Tenants whose calibration is remembered."""
+_SAVE_SECONDS = 300.0
+"""What a crash may lose of what was learned."""
+
+_LOOK_SECONDS = 6 * 3600.0
+"""How often what is on disk is looked through for what is too old."""
 
 
 def make_drafters(names: Sequence[str]) -> dict[str, Drafter]:
@@ -87,7 +92,8 @@ class Engine:
         """Becomes the exit code of the worker process, if the engine's worker is one, should it end."""
         self._drafters = make_drafters(config.speculation.sources)
         self._corpora = Corpora(config.corpora.store or default_store(), target.info, checks=checks)
-        self._calibrations: OrderedDict[str, Calibration] = OrderedDict()
+        self._tenants = _tenants(config)
+        self._memory_key = f"{target.info.model}@{target.info.fingerprint[:12]}"
         self._warned: set[str] = set()
 
     @property
@@ -128,19 +134,34 @@ class Engine:
             sequence = await stack.enter_async_context(self._target.open(wanted))
             prefill = time.perf_counter() - began
             recorder = Recorder(sequence, self.tokenizer) if request.speculation.trace else None
-            draft_request = DraftRequest(request.tenant, self.info.model, prompt, stores, prediction, self.tokenizer)
+            memory = await self._tenants.open(self._memory_key, request.tenant)
+            use_history, learn = self._remembering(request)
+            draft_request = DraftRequest(
+                tenant=request.tenant,
+                model=self.info.model,
+                context=prompt,
+                corpora=stores,
+                prediction=prediction,
+                tokenizer=self.tokenizer,
+                memory=memory,
+                use_history=use_history,
+                learn=learn,
+            )
+            calibration = memory.state("calibration", Calibration.of)
+            if not learn:
+                calibration = Calibration.of(calibration.arrays())
             deadline = self._config.speculation.deadline_ms / 1000
             panel = stack.enter_context(
                 Panel(drafters, draft_request, self.info.vocab_size, budget=max_nodes, deadline=deadline)
             )
-            session = Session(prompt, panel.labels, self._calibration(request.tenant), max_nodes)
+            session = Session(prompt, panel.labels, calibration, max_nodes)
             reader = _Reader(StreamDecoder(self.tokenizer, request.stop, request.include_stop), session, request)
             times = Times()
             steps = await stack.enter_async_context(aclosing(decode(session, panel, recorder or sequence, times)))
             drafting = 0.0
             async for step, result in steps:
                 text, step = reader.read(step)
-                trace = recorder and recorder.last(len(step.tokens), times.draft + times.commit - drafting)
+                trace = recorder.last(len(step.tokens), times.draft + times.commit - drafting) if recorder else None
                 drafting = times.draft + times.commit
                 logprobs = None if result.logprobs is None else TokenLogprob.of(result.logprobs)[: len(step.tokens)]
                 tokens = tuple(step.tokens.tolist())
@@ -164,17 +185,28 @@ class Engine:
             except (NotFound, CorpusUnusable) as error:
                 self._warn_once(f"serving without corpus {name}: {error}")
 
+    async def keep_memory(self) -> None:
+        """Save what was learned every few minutes, and forget what is too old, for ever."""
+        next_look = 0.0
+        while True:
+            if time.monotonic() >= next_look:
+                await self._tenants.forget_older({"history": without_old})
+                next_look = time.monotonic() + _LOOK_SECONDS
+            await asyncio.sleep(_SAVE_SECONDS)
+            await self._tenants.save()
+
     async def close(self) -> None:
-        """Close the corpora; the target belongs to whoever made it."""
+        """Save what was learned and close the corpora; the target belongs to whoever made it."""
+        await self._tenants.save()
         self._corpora.close()
 
-    def _calibration(self, tenant: str) -> Calibration:
-        """What was learned from this tenant's requests, and no other's; of many tenants the latest are remembered."""
-        calibration = self._calibrations.setdefault(tenant, Calibration())
-        self._calibrations.move_to_end(tenant)
-        if len(self._calibrations) > _MAX_TENANTS:
-            self._calibrations.popitem(last=False)
-        return calibration
+    def _remembering(self, request: GenerationRequest) -> tuple[bool, bool]:
+        """Whether the request draws on history, and whether it is learned from."""
+        options, enabled = request.speculation, self._config.memory.enabled
+        return (
+            enabled if options.use_history is None else options.use_history,
+            enabled if options.learn is None else options.learn,
+        )
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -294,6 +326,17 @@ def _statistics(
     )
 
 
+def _tenants(config: Config) -> Tenants:
+    """What is remembered, as the settings have it."""
+    settings = config.memory
+    return Tenants(
+        Memory((settings.folder or default_root()) if settings.enabled else None),
+        state_bytes=settings.tenant_bytes,
+        total_bytes=settings.total_bytes,
+        retention=settings.retention_days * DAY,
+    )
+
+
 def prepare_process() -> None:
     """What must hold before anything is compiled: numba's cache in a folder of the user's own, where nobody else can write."""
     folder = cache_root().parent / "numba"
@@ -324,12 +367,13 @@ async def open_engine(config: Config) -> AsyncIterator[Engine]:
             stack.callback(ended.cancel)
         kernels.warmup()
         retriever_kernels.warmup()
+        history_kernels.warmup()
         engine = Engine(config, target, tokenizer, checks=Checks(cache_root().parent / "checks"))
         engine.worker_ended = ended
         stack.push_async_callback(engine.close)
         await engine.check_default_corpora()
-        following = asyncio.ensure_future(engine.follow_corpora())
-        stack.callback(following.cancel)
+        for upkeep in (engine.follow_corpora(), engine.keep_memory()):
+            stack.callback(asyncio.ensure_future(upkeep).cancel)
         yield engine
 
 

@@ -126,6 +126,29 @@ class CorporaSettings:
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """[memory]: what is remembered of each tenant: its earlier answers, and which drafts were right."""
+
+    enabled: bool = setting(
+        True,
+        "False: no request learns or draws on earlier ones unless it asks to, and nothing is read from or written to disk.",
+    )
+    folder: Path | None = setting(
+        None,
+        "Folder that it is kept in, readable by its owner only. Unset: `$XDG_STATE_HOME/draftloom/memory`, else below "
+        "`~/.local/state`. Only one server at a time may use it.",
+    )
+    retention_days: float = setting(30.0, "Days after which a text is forgotten. `draftloom history clear` does it at once.")
+    tenant_bytes: Size = setting(
+        Size(16 << 20),
+        "Most memory for one tenant's earlier answers; a token takes 52 bytes, on disk 4. What is least useful goes first.",
+    )
+    total_bytes: Size = setting(
+        Size(1 << 30), "Most memory for all tenants. Those that have not asked for longest are left on disk until they ask."
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a server.
 
@@ -137,6 +160,7 @@ class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     corpora: CorporaSettings = field(default_factory=CorporaSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
 
     @property
     def address(self) -> str:
@@ -146,7 +170,7 @@ class Config:
 
     def validate(self) -> None:
         """Raise ConfigError for the first setting that is out of range or at odds with another."""
-        server, model, speculation = self.server, self.model, self.speculation
+        server, model, speculation, memory = self.server, self.model, self.speculation, self.memory
         _check(0 <= server.port <= 65535, "server.port", server.port, "use 0 to 65535")
         _check(server.drain_seconds >= 0, "server.drain_seconds", server.drain_seconds, "use 0 or more seconds")
         _check(
@@ -163,6 +187,14 @@ class Config:
         _check(speculation.deadline_ms > 0, "speculation.deadline_ms", speculation.deadline_ms, "use more than 0 milliseconds")
         for source in speculation.sources:
             _check(source in DRAFTERS, "speculation.sources", source, f"there are {', '.join(DRAFTERS)}")
+        _check(memory.retention_days > 0, "memory.retention_days", memory.retention_days, "use more than 0 days")
+        _check(memory.tenant_bytes >= 1 << 16, "memory.tenant_bytes", memory.tenant_bytes, "use at least 64 KiB")
+        _check(
+            memory.total_bytes >= memory.tenant_bytes,
+            "memory.total_bytes",
+            memory.total_bytes,
+            f"use at least memory.tenant_bytes, {memory.tenant_bytes}",
+        )
         _check(
             not self.corpora.default or "corpus" in speculation.sources or not speculation.enabled,
             "corpora.default",

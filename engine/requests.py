@@ -46,6 +46,8 @@ class SpeculationOptions:
     4. `sources` names the drafters to use; None is all the server has, () none.
     5. `prediction` is the caller's guess at the answer ("" none).
     6. `trace`: every chunk tells how its step came about.
+    7. `use_history`: draft from what the tenant's earlier answers said. `learn`: keep what this request teaches for later ones;
+       False keeps nothing of it. None leaves either to the server.
     """
 
     enabled: bool = True
@@ -55,6 +57,8 @@ class SpeculationOptions:
     sources: tuple[str, ...] | None = None
     prediction: str = ""
     trace: bool = False
+    use_history: bool | None = None
+    learn: bool | None = None
 
     def validate(self) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

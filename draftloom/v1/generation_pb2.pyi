@@ -138,13 +138,15 @@ class StoppingCriteria(_message.Message):
     def __init__(self, stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("enabled", "max_nodes", "corpora", "require_corpus", "sources", "prediction", "no_corpora", "trace")
+    __slots__ = ("enabled", "max_nodes", "corpora", "require_corpus", "sources", "prediction", "use_history", "learn", "no_corpora", "trace")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     CORPORA_FIELD_NUMBER: _ClassVar[int]
     REQUIRE_CORPUS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    USE_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    LEARN_FIELD_NUMBER: _ClassVar[int]
     NO_CORPORA_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
@@ -153,9 +155,11 @@ class SpeculationOptions(_message.Message):
     require_corpus: bool
     sources: _containers.RepeatedScalarFieldContainer[str]
     prediction: str
+    use_history: bool
+    learn: bool
     no_corpora: bool
     trace: bool
-    def __init__(self, enabled: bool = ..., max_nodes: _Optional[int] = ..., corpora: _Optional[_Iterable[str]] = ..., require_corpus: bool = ..., sources: _Optional[_Iterable[str]] = ..., prediction: _Optional[str] = ..., no_corpora: bool = ..., trace: bool = ...) -> None: ...
+    def __init__(self, enabled: bool = ..., max_nodes: _Optional[int] = ..., corpora: _Optional[_Iterable[str]] = ..., require_corpus: bool = ..., sources: _Optional[_Iterable[str]] = ..., prediction: _Optional[str] = ..., use_history: bool = ..., learn: bool = ..., no_corpora: bool = ..., trace: bool = ...) -> None: ...
 
 class StreamOptions(_message.Message):
     __slots__ = ("min_chunk_tokens",)

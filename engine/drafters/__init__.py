@@ -116,5 +116,6 @@ class Drafter(Protocol):
 DRAFTERS: Mapping[str, str] = {
     "corpus": "engine.drafters.corpus:CorpusDrafter",
     "prompt": "engine.drafters.prompt:PromptDrafter",
+    "history": "engine.drafters.history:HistoryDrafter",
 }
 """Name of every source -> where its drafter is; imported only when used."""

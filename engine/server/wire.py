@@ -110,6 +110,8 @@ def _speculation(message: generation_pb2.SpeculationOptions) -> SpeculationOptio
         sources=tuple(message.sources) or None,
         prediction=message.prediction,
         trace=message.trace,
+        use_history=message.use_history if message.HasField("use_history") else None,
+        learn=message.learn if message.HasField("learn") else None,
     )
 
 

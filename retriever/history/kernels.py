@@ -141,6 +141,21 @@ def credit(places: Places, context: Int32, emitted: Int32, own: int, max_length:
     return best, most
 
 
+def warmup() -> None:
+    """Compile every kernel, or load it from numba's cache. Once a process, before the first request."""
+    from retriever.history import HistoryPool
+
+    pool = HistoryPool(1 << 20)
+    document = pool.begin([1, 2])
+    pool.append(document, [3, 1, 2])
+    pool.close(document)
+    context = np.array([1, 2], np.int32)
+    pool.lookup(context, 2)
+    pool.credit(context, context)
+    pool.arrays()
+    pool.expire(1.0)
+
+
 @kernel
 def _occurrences(places: Places, context: Int32, own: int, max_length: int, probes: int) -> tuple[Int32, Int32]:
     """(places, lengths of match): where what followed the context stands, longest order first, latest first in each."""

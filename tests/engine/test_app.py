@@ -25,6 +25,7 @@ from engine.config import Config, CorporaSettings, SpeculationSettings
 from engine.datastores import Checks, Corpora
 from engine.drafters import DRAFTERS, Drafting, DraftRequest
 from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound, PromptTooLong, WorkerLost
+from engine.memory import Memory, default_root
 from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions, TokenLogprob
 from engine.target import SequenceRequest, StepResult
 from engine.target.fake import FakeSequence, FakeTarget
@@ -312,7 +313,7 @@ def test_half_a_character_and_half_a_stop_string_are_held_back(store: Path) -> N
 def test_statistics_say_what_happened(store: Path) -> None:
     """Sources by label with what they had, the corpus by version; everything ends with the last token of the answer."""
     engine = engine_of(Target(), store)
-    answer, final, chunks = ask(engine, request_of(corpora=("code",), stop=("second",)))
+    answer, final, chunks = ask(engine, request_of(corpora=("code",), stop=("second",), sources=("corpus", "prompt")))
     counts = final.statistics
     assert chunks[0].sources == ("corpus:code", "prompt") == tuple(source.name for source in counts.sources)
     corpus, prompt = counts.sources
@@ -365,16 +366,10 @@ def test_tenants_learn_apart(store: Path) -> None:
         _, final, _ = ask(engine, replace(requests[0], tenant="b", max_tokens=40))
         statistics.append([replace(source, seconds=0.0) for source in final.statistics.sources])
     assert statistics[0] == statistics[1]
-    assert set(used._calibrations) == {"a", "b"}
-
-
-def test_calibration_is_kept_for_the_latest_tenants_only(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    """However many tenants come, memory is bounded."""
-    monkeypatch.setattr("engine.app._MAX_TENANTS", 2)
-    engine = engine_of(Target(), store)
-    for tenant in ("a", "b", "a", "c"):
-        ask(engine, request_of(max_tokens=2, tenant=tenant))
-    assert list(engine._calibrations) == ["a", "c"]
+    asyncio.run(used.close())
+    assert {(entry.tenant, entry.name) for entry in Memory(default_root()).entries()} == {
+        (tenant, name) for tenant in ("a", "b") for name in ("calibration", "history")
+    }
 
 
 # ---- ends before the end

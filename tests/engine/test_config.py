@@ -68,7 +68,7 @@ def test_a_path_in_the_file_is_relative_to_the_file(tmp_path: Path) -> None:
     [
         ("[server]\nprot = 1\n", "unknown setting in {file}: server.prot; did you mean: server.port"),
         ("[sever]\nport = 1\n", "unknown section in {file}: [sever]; did you mean: [server]"),
-        ("[qqq]\n", "unknown section in {file}: [qqq]; there are server, model, speculation, corpora"),
+        ("[qqq]\n", "unknown section in {file}: [qqq]; there are server, model, speculation, corpora, memory"),
         ("server = 1\n", "server in {file} must be a section: write [server] on a line of its own"),
         ("[server]\nport = '1'\n", "server.port in {file} is not a whole number: '1'"),
         ("[server]\nport = true\n", "server.port in {file} is not a whole number: True"),
