@@ -1,0 +1,208 @@
+"""The `recycle` source: what the target said after each token when it last saw it (Token Recycling, arXiv 2408.08696).
+
+Every verified row, rejected ones and those of the prompt's end included, leaves its likeliest next tokens behind; they are what
+is drafted when its token comes again. Beyond the paper:
+
+- Rows are kept for the last two tokens and for the last one; the longer context leads, the shorter one fills up.
+- What the target found likely at the last positions and did not say is often said next ("LogitSpec", arXiv 2507.01449).
+- So are tokens that are frequent just here.
+- A candidate's probability is how often one of its kind was right, counted over everything that could have been drafted, so
+  that drafts from here may be weighed against those of other sources.
+
+Rows are shared by all requests of a tenant for one model, and by nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.drafters import Drafting, DraftRequest, Feedback, Tokens, kernels
+from engine.tree import Draft
+
+_FEWEST = 1 << 10
+_MOST = 1 << 16
+"""Places of a table of rows, at first and at most: 44 bytes each."""
+
+_KEEP = 0.998
+"""Counts fade by this factor with every observation of their kind."""
+
+_NUM_COMMON, _KEEP_COMMON = 64, 0.98
+
+
+class Successors:
+    """Rows of likely successors by context, and how often each kind of candidate was right: what a tenant's requests share.
+
+    Memory: 45 kB at first, 2.9 MB at most; then the rows used longest ago give way.
+    """
+
+    def __init__(self) -> None:
+        self.hits = np.zeros(kernels.NUM_SIGNS)
+        self.trials = np.zeros(kernels.NUM_SIGNS)
+        self._allocate(_FEWEST)
+        self._num_rows = 0
+        self._stamp = 0
+
+    def __len__(self) -> int:
+        """How many contexts have a row."""
+        return self._num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.keys.nbytes + self.stamps.nbytes + self.rows.nbytes + self.hits.nbytes + self.trials.nbytes
+
+    def learn(self, feedback: Feedback, before: int) -> None:
+        """Keep the rows of a feedback; `before` is the token before its first node, -1 if that is not known. O(rows)."""
+        if not feedback.top_ids.size:
+            return
+        self._stamp += 1
+        self._num_rows += kernels.learn(
+            self.keys,
+            self.stamps,
+            self.rows,
+            feedback.nodes,
+            feedback.parents,
+            np.ascontiguousarray(feedback.top_ids[:, : kernels.K]),
+            feedback.num_lookahead,
+            before,
+            self._stamp,
+        )
+        if 2 * self._num_rows > len(self.keys) and len(self.keys) < _MOST:
+            self._grow()
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it, for `of`: only the places that are taken."""
+        taken = np.flatnonzero(self.keys)
+        columns = {"keys": self.keys[taken], "stamps": self.stamps[taken], "rows": self.rows[taken]}
+        return {**columns, "hits": self.hits.copy(), "trials": self.trials.copy()}
+
+    @staticmethod
+    def of(arrays: Mapping[str, NDArray[Any]] | None) -> Successors:
+        """What `arrays` gave, or nothing known. Raises ValueError or KeyError for arrays that are something else."""
+        made = Successors()
+        if arrays is None:
+            return made
+        keys, stamps, rows = arrays["keys"], arrays["stamps"], arrays["rows"]
+        counts = np.stack([arrays["hits"], arrays["trials"]])
+        num = len(keys)
+        fits = keys.shape == stamps.shape == (num,) and rows.shape == (num, kernels.K) and counts.shape[1:] == made.hits.shape
+        types = [array.dtype for array in (keys, stamps, rows, counts)]
+        if not fits or num > _MOST or types != [np.uint64, np.int32, np.int32, np.float64]:
+            raise ValueError("not a table of successors")
+        if np.any(rows < -1) or not np.all((counts[0] >= 0) & (counts[1] >= counts[0]) & np.isfinite(counts[1])):
+            raise ValueError("a table of successors with impossible numbers")
+        size = len(made.keys)
+        while size < 2 * num and size < _MOST:
+            size *= 2
+        made._allocate(size)
+        made._num_rows = kernels.rehash(keys, stamps, rows, made.keys, made.stamps, made.rows)
+        made._stamp = int(stamps.max(initial=0))
+        made.hits[:], made.trials[:] = counts
+        return made
+
+    def _allocate(self, size: int) -> None:
+        self.keys = np.zeros(size, np.uint64)
+        self.stamps = np.zeros(size, np.int32)
+        self.rows = np.full((size, kernels.K), -1, np.int32)
+
+    def _grow(self) -> None:
+        old = self.keys, self.stamps, self.rows
+        self._allocate(4 * len(self.keys))
+        self._num_rows = kernels.rehash(*old, self.keys, self.stamps, self.rows)
+
+
+class RecycleDrafter:
+    """One drafting per request, all of a tenant's over the same rows."""
+
+    name = "recycle"
+    blocking = False
+    top_k = kernels.K
+
+    def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
+        """Always one: the first verified rows are something to work with."""
+        return [(self.name, RecycleDrafting(request.context, Successors()))]
+
+
+class RecycleDrafting:
+    """One request's place in the rows: its last two tokens, what was likely there and not said, what is frequent."""
+
+    def __init__(self, context: Tokens, successors: Successors) -> None:
+        self._successors = successors
+        self._missed = np.full((2, kernels.K), -1, np.int32)
+        self._tokens = np.full(_NUM_COMMON, -1, np.int32)
+        self._weights = np.zeros(_NUM_COMMON)
+        self._common = np.full(kernels.K, -1, np.int32)
+        self._last = np.full(2, -1, np.int32)
+        self._advance(context[-_NUM_COMMON:].astype(np.int32))
+
+    def propose(self, context: Tokens, budget: int) -> Draft:
+        """See Drafting. Some 10 to 50 microseconds."""
+        known = self._successors
+        tokens, parents, signs = (np.empty(budget, np.int32) for _ in range(3))
+        probs = np.empty(budget, np.float32)
+        num = kernels.draft(
+            known.keys,
+            known.rows,
+            known.hits,
+            known.trials,
+            int(self._last[0]),
+            int(self._last[1]),
+            self._missed,
+            self._common,
+            budget,
+            tokens,
+            parents,
+            probs,
+            signs,
+        )
+        evidence = np.minimum(known.trials[signs[:num]], 1 << 20).astype(np.int32)
+        return Draft(tokens[:num], parents[:num], probs[:num], np.ones(num, np.int32), evidence)
+
+    def accept(self, tokens: Sequence[int], feedback: Feedback) -> None:
+        """Score what could have been drafted, then learn from every verified row. O(rows), some 10 to 50 microseconds."""
+        emitted = np.asarray(tokens, np.int32)
+        known = self._successors
+        before, root = int(self._last[0]), int(self._last[1])
+        if len(emitted):
+            kernels.score(
+                known.keys,
+                known.rows,
+                known.hits,
+                known.trials,
+                before,
+                root,
+                self._missed,
+                self._common,
+                emitted,
+                _KEEP,
+            )
+            self._miss(emitted, feedback)
+            known.learn(feedback, before)
+        else:
+            known.learn(feedback, -1)
+        self._advance(emitted)
+
+    def close(self) -> None:
+        """The rows belong to the tenant."""
+
+    def _advance(self, emitted: Tokens) -> None:
+        if len(emitted):
+            self._last = np.concatenate([self._last, emitted])[-2:]
+            kernels.count_common(self._tokens, self._weights, emitted, _KEEP_COMMON, self._common)
+
+    def _miss(self, emitted: Tokens, feedback: Feedback) -> None:
+        """What was likely along the path and not said, the last position first."""
+        num = len(feedback.nodes) - feedback.num_lookahead
+        node = 0
+        for depth, said in enumerate(emitted.tolist()):
+            if node >= num or not feedback.top_ids.size:
+                return
+            others = [token for token in feedback.top_ids[node, : kernels.K].tolist() if token != said]
+            self._missed = np.stack([np.array((others + [-1] * kernels.K)[: kernels.K], np.int32), self._missed[0]])
+            if depth + 1 < len(emitted):
+                below = np.flatnonzero((feedback.parents[:num] == node) & (feedback.nodes[:num] == said))
+                node = int(below[0]) if len(below) else num
