@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,15 @@ from corpora.survey import Document, Found, Survey, Tally
 from engine.errors import InvalidRequest
 from engine.text import Tokenizer
 
+if TYPE_CHECKING:
+    from retriever.format import Manifest
+
 BATCH_CHARS = 1 << 20
 BATCH_ENTRIES = 4096
 
 ProgressCallback = Callable[["Progress"], None]
+Encode = Callable[[Sequence[str]], list[NDArray[np.int32]]]
+"""Texts to their ids."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def build(
     with alone_with(name, catalog, tenant):
         version = new_version_id()
         opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
-        stream = Stream(Survey(opened, options), tokenizer, progress)
+        stream = Stream(Survey(opened, options), tokenizer.encode_batch, progress)
         documents = stream.documents()
         first = next(documents, None)
         if first is None:
@@ -162,6 +167,12 @@ def publish(folder: Path, catalog: Catalog, tenant: str, stream: Stream, started
         ),
         tenant,
     )
+    return report_of(folder, manifest, stream, started)
+
+
+def report_of(folder: Path, manifest: Manifest, stream: Stream, started: float) -> BuildReport:
+    """What there is to say of the version in `folder`, after `stream` went through its sources."""
+    tally = stream.tally
     return BuildReport(
         name=manifest.corpus,
         version=manifest.version,
@@ -187,7 +198,7 @@ def recorded_options(options: BuildOptions, sources: Sequence[Source], model: st
 class Stream:
     """Documents on their way from sources to ids, with the counts of what passed. Reading runs ahead of tokenizing."""
 
-    def __init__(self, survey: Survey, tokenizer: Tokenizer, progress: ProgressCallback | None) -> None:
+    def __init__(self, survey: Survey, encode: Encode, progress: ProgressCallback | None) -> None:
         self.tally = Tally()
         self.num_tokens = 0
         self.tokenizer_seconds = 0.0
@@ -195,7 +206,7 @@ class Stream:
         """Names of documents that need not be written again."""
         self._recorder = Recorder()
         self._survey = survey
-        self._tokenizer = tokenizer
+        self._encode_texts = encode
         self._progress = progress
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
@@ -230,8 +241,9 @@ class Stream:
             self.say(stage)
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[NDArray[np.int32]]:
+        texts = [document.content for document in documents if isinstance(document.content, str)]
         started = time.monotonic()
-        encoded = iter(self._tokenizer.encode_batch([d.content for d in documents if isinstance(d.content, str)]))
+        encoded = iter(self._encode_texts(texts) if texts else [])
         ids = [next(encoded) if isinstance(d.content, str) else d.content for d in documents]
         self.tokenizer_seconds += time.monotonic() - started
         self.num_tokens += sum(map(len, ids))

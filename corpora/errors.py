@@ -4,6 +4,8 @@
     + InvalidName         a corpus name that cannot be a folder name everywhere
     + InvalidOptions      a build option that makes no sense
     + SourceNotFound      a path to index that is not there
+    + OtherTokenizer      an update with another tokenizer than the corpus was built with
+    + BadExport           a file to import is damaged, or no exported corpus
     + NothingToIndex      no file was fit to index; `skipped` counts the reasons
     + CorpusNotFound      no such corpus, or another tenant's (which looks the same)
     |   + VersionNotFound the corpus is there, that version of it is not
@@ -38,6 +40,14 @@ class InvalidOptions(CorpusError):
 
 class SourceNotFound(CorpusError):
     """A path given to index does not exist or cannot be listed."""
+
+
+class OtherTokenizer(CorpusError):
+    """The model of a corpus has another tokenizer than when it was built; ids of both would not mix."""
+
+
+class BadExport(CorpusError):
+    """A file that was to be imported is damaged, unsafe, or no exported corpus."""
 
 
 class NothingToIndex(CorpusError):

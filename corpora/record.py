@@ -15,7 +15,6 @@ from typing import Any
 
 from corpora.decisions import Reason
 from corpora.survey import Found, Tally
-from retriever.format import read_metadata
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Record:
 
         Raises retriever.errors.FormatError where the version cannot be read.
         """
+        from retriever.format import read_metadata
+
         data = read_metadata(folder)
         try:
             *lines, about, _ = zlib.decompress(data).split(b"\n")
