@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from pathspec import GitIgnoreSpec
 
 from corpora.decisions import Decision, Reason
 from corpora.errors import InvalidOptions, SourceNotFound
+from corpora.git import run_git
 from corpora.options import BuildOptions
 
 IGNORE_FILES_IN_GIT = (".ignore",)
@@ -44,7 +44,6 @@ PACKAGE_FOLDERS = frozenset(
 )
 SETTLED_NS = 2_000_000_000
 """How old a file's time of change must be to be trusted: a second change within one tick of the clock would not show."""
-GIT_SECONDS = 60.0
 
 _Refusal = tuple[Reason, str]
 """Why, and the detail."""
@@ -308,8 +307,8 @@ def _is_pattern(line: str) -> bool:
 
 def _git_listing(folder: Path, base: str) -> _Listing | None:
     """What git counts as part of the work tree at `folder`; None outside one, without git, or if `folder` itself is ignored."""
-    output = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if output is None or (not output and _git(folder, "check-ignore", "--quiet", ".") is not None):
+    output = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if output is None or (not output and run_git(folder, "check-ignore", "--quiet", ".") is not None):
         return None
     files = frozenset(os.fsdecode(name).rstrip("/") for name in output.split(b"\0") if name)
     folders = {parent for name in files for parent in _parents(name)}
@@ -321,21 +320,3 @@ def _parents(name: str) -> Iterator[str]:
     while (cut := name.rfind("/")) > 0:
         name = name[:cut]
         yield name
-
-
-def _git(folder: Path, *command: str) -> bytes | None:
-    """The output of a read-only git command, None if it fails. Nothing that the repository configures is run."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *command],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout

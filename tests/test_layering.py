@@ -202,7 +202,8 @@ def test_there_is_no_drawer_for_everything() -> None:
 # What importing a module costs: each extra alone is enough for its part.
 
 MODULES = {
-    "charset-normalizer": "charset_normalizer", "faiss-cpu": "faiss", "grpcio": "grpc", "grpcio-health-checking": "grpc_health", "grpcio-reflection": "grpc_reflection",
+    "charset-normalizer": "charset_normalizer", "faiss-cpu": "faiss", "grpcio": "grpc", "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
     "grpcio-status": "grpc_status", "protobuf": "google", "sqlite-utils": "sqlite_utils",
 }  # fmt: skip
 """What packages are called in an import, where that is not their name."""
@@ -231,7 +232,7 @@ HEAVY = BASE.union(*EXTRAS.values())
         (["engine.target", "engine.target.fake", "engine.requests", "engine.drafters"], {"numpy", "numba"}),
         (["engine.app", "engine.server.serve", "engine.cli", "engine.config", "engine.demo"], BASE | EXTRAS["engine"]),
         (["engine.target.local", "engine.target.server", "engine.target.convert", "engine.models"], BASE | EXTRAS["worker"]),
-        (["corpora", "corpora.cli", "corpora.build", "corpora.catalog", "corpora.inputs.tables", "engine.cli"], BASE | EXTRAS["index"]),
+        (["corpora.cli", "corpora.build", "corpora.catalog", "corpora.inputs.tables", "engine.cli"], BASE | EXTRAS["index"]),
     ],
     ids=["client", "retriever", "core", "interfaces", "engine", "worker", "index"],
 )

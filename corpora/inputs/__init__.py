@@ -29,7 +29,7 @@ from corpora.errors import InvalidOptions, SourceNotFound
 from corpora.filter import Refusal, Text
 from corpora.options import BuildOptions
 
-_KINDS = ("folder",)
+_KINDS = ("revision", "archive", "records", "tables", "folder")
 """Modules, in the order in which they are asked; the last takes every path that exists."""
 
 EncodeChat = Callable[[Sequence[Mapping[str, Any]]], NDArray[np.int32]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from corpora.walk import roots_of, walk_root
 def open_source(spec: str, prefix: str, options: BuildOptions, encode_chat: EncodeChat | None) -> FolderSource:
     """A folder, or a file that is no other kind of input. Raises SourceNotFound."""
     ((root, _),) = roots_of([Path(spec)])
-    return FolderSource(os.path.abspath(spec), root, prefix if root.is_dir() else "", options)
+    return FolderSource(os.path.abspath(spec), root, prefix, options)
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """What `walk` finds below a real path; names begin with `prefix`."""
+    """What `walk` finds below a real path; names begin with `prefix`, that of a file is it."""
 
     spec: str
     root: Path
@@ -33,5 +33,8 @@ class FolderSource:
 
     def entries(self) -> Iterator[Entry]:
         """Depth first, in the order of the names' bytes."""
-        for decision in walk_root(self.root, self.prefix, self.options):
+        is_folder = self.root.is_dir()
+        for decision in walk_root(self.root, self.prefix if is_folder else "", self.options):
+            if self.prefix and not is_folder:
+                decision = replace(decision, name=self.prefix.rstrip("/"))
             yield Entry(decision, partial(read_file, decision.path, self.options.max_file_size))

@@ -17,7 +17,7 @@ from tests.corpora.trees import git, plant, reasons, taken
 @pytest.fixture
 def no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if git were not installed."""
-    monkeypatch.setattr(walk_module, "_git", lambda folder, *command: None)
+    monkeypatch.setattr(walk_module, "run_git", lambda folder, *command: None)
 
 
 def test_files_come_in_the_order_of_their_names_bytes(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_without_git_the_same_files_are_found(seed: int, tmp_path: Path, monkeyp
     plant(tmp_path, {f + ".gitignore": "\n".join(rng.sample(rules, 4)) for f in folders if rng.random() < 0.5 or not f})
     git(tmp_path, "init")
     by_git = taken(tmp_path)
-    monkeypatch.setattr(walk_module, "_git", lambda folder, *command: None)
+    monkeypatch.setattr(walk_module, "run_git", lambda folder, *command: None)
     assert taken(tmp_path) == by_git
 
 
