@@ -39,7 +39,7 @@ from corpora.build import build
 from corpora.catalog import Catalog
 from engine.acceptance import SamplingParams
 from engine.app import Engine, prepare_process
-from engine.config import Config, CorporaSettings, ModelSettings, SpeculationSettings
+from engine.config import Config, CorporaSettings, MemorySettings, ModelSettings, SpeculationSettings
 from engine.models import resolve
 from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions
 from engine.text import Tokenizer
@@ -188,9 +188,14 @@ async def compare(name: str, args: argparse.Namespace, target: object, tokenizer
 
 
 def make_engine(nodes: str, args: argparse.Namespace, target: object, tokenizer: Tokenizer, store: Path) -> Engine:
-    """An engine of its own for every mode, so that none learns from another; the target is shared."""
+    """An engine of its own for every mode, so that none learns from another or from an earlier run; the target is shared."""
     speculation = SpeculationSettings(max_nodes=int(nodes)) if nodes.isdigit() else SpeculationSettings()
-    config = Config(model=ModelSettings(name=args.model), speculation=speculation, corpora=CorporaSettings(store=store))
+    config = Config(
+        model=ModelSettings(name=args.model),
+        speculation=speculation,
+        corpora=CorporaSettings(store=store),
+        memory=MemorySettings(folder=store / f"memory-{nodes}"),
+    )
     return Engine(config, target, tokenizer)
 
 

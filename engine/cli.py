@@ -5,6 +5,7 @@
     draftloom serve                    the gRPC server
     draftloom generate                 one answer, from a running server or one of its own
     draftloom trace                    a page that shows how answers came about, step by step
+    draftloom history show|clear       what is remembered of earlier answers
     draftloom demo                     the whole of it, on code that is already here
 
     exit 0  done
@@ -42,6 +43,7 @@ from engine.models import cache_root
 if TYPE_CHECKING:
     from draftloom import Completion, Options
     from engine.config import Config
+    from engine.memory import Memory
 
 FAILED, USAGE = 1, 2
 OWN_PACKAGES = ("corpora", "draftloom", "engine", "retriever")
@@ -86,6 +88,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Bring models to this machine and see which are here.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+history_app = typer.Typer(help="See, and forget, what is remembered of earlier answers.", no_args_is_help=True)
+app.add_typer(history_app, name="history")
 
 ConfigOption = Annotated[
     Path | None,
@@ -95,6 +99,11 @@ ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The mode
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, int8, bfloat16 or float32.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of a pass.")]
 StoreOption = Annotated[Path | None, typer.Option("--store", help="Folder of the corpora.")]
+MemoryOption = Annotated[
+    Path | None, typer.Option("--memory", help="Folder of what is remembered of earlier answers.", show_default=False)
+]
+TenantOption = Annotated[str | None, typer.Option("--tenant", help="This tenant's only.")]
+OfModelOption = Annotated[str | None, typer.Option("--model", "-m", help="This model's only.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # What `generate` and `trace` ask for.
@@ -164,6 +173,53 @@ def models_command(as_json: JsonOption = False) -> None:
     Console().print(table)
 
 
+@history_app.command("show")
+def history_show_command(
+    tenant: TenantOption = None,
+    model: OfModelOption = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the answers themselves.")] = False,
+    config: ConfigOption = None,
+    memory: MemoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how much is remembered of whom, and how old it is; what a running server learned in the last minutes comes later."""
+    from engine.recall import recall, recall_table
+
+    opened, folder = _memory(config, memory)
+    found = recall(opened, model, tenant, with_text=text)
+    if as_json:
+        print(json.dumps({"remembered": [asdict(each) for each in found]}, ensure_ascii=False))
+        return
+    if not found:
+        print(f"nothing is remembered in {folder}", file=sys.stderr)
+        return
+    console = Console(highlight=False)
+    console.print(recall_table(found, time.time()))
+    for each in found:
+        for answer in each.texts or ():
+            console.rule(f"{each.model} {each.tenant}", align="left")
+            console.print(answer, markup=False, soft_wrap=True)
+
+
+@history_app.command("clear")
+def history_clear_command(
+    tenant: TenantOption = None,
+    model: OfModelOption = None,
+    config: ConfigOption = None,
+    memory: MemoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget what is remembered: of a tenant, of a model, or all of it. A running server forgets it, too."""
+    from engine.recall import forget
+
+    opened, folder = _memory(config, memory)
+    try:
+        num_cleared = forget(opened, model, tenant)
+    except OSError as error:
+        raise EngineError(f"cannot forget all of it: {error}; look at who owns {folder}") from error
+    print(json.dumps({"cleared": num_cleared}) if as_json else f"forgot what was remembered of {num_cleared}")
+
+
 @app.command("serve")
 def serve_command(
     config: ConfigOption = None,
@@ -181,6 +237,8 @@ def serve_command(
         list[str] | None, typer.Option("--corpus", help="Corpus for requests that name none. Repeatable.", show_default=False)
     ] = None,
     store: StoreOption = None,
+    memory: MemoryOption = None,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Remember nothing between requests.")] = False,
     max_nodes: Annotated[int | None, typer.Option("--max-nodes", help="Most candidates in a tree.")] = None,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding for everyone.")] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
@@ -199,6 +257,8 @@ def serve_command(
             "model.worker": worker,
             "corpora.default": corpus or None,
             "corpora.store": store,
+            "memory.folder": memory,
+            "memory.enabled": False if no_memory else None,
             "speculation.max_nodes": max_nodes,
             "speculation.enabled": False if no_speculation else None,
         },
@@ -218,6 +278,8 @@ def generate_command(
     corpus: CorpusOption = None,
     no_corpus: NoCorpusOption = False,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding; the text is the same.")] = False,
+    no_history: Annotated[bool, typer.Option("--no-history", help="Do not draft from earlier answers.")] = False,
+    no_learn: Annotated[bool, typer.Option("--no-learn", help="Remember nothing of this answer.")] = False,
     show_sources: Annotated[
         bool, typer.Option("--show-sources", help="Colour each token by the source that drafted it; say what each source did.")
     ] = False,
@@ -261,6 +323,8 @@ def generate_command(
         "corpora": _corpora(corpus, no_corpus),
         "max_nodes": max_nodes,
         "trace": True if trace else None,
+        "use_history": False if no_history else None,
+        "learn": False if no_learn else None,
     }
     text = _prompt(prompt)
     with some_server(server, _own_flags(config, model, dtype, threads, store)) as address:
@@ -363,6 +427,14 @@ def load_settings(file: Path | None, flags: dict[str, Any]) -> Config:
     return load(file, os.environ, flags)
 
 
+def _memory(config: Path | None, folder: Path | None) -> tuple[Memory, Path]:
+    """What is remembered in `folder` or, without one, where the settings say."""
+    from engine.memory import Memory, default_root
+
+    root = folder or load_settings(config, {}).memory.folder or default_root()
+    return Memory(root), root
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Something to tell what is going on: a spinner on a terminal, a line on stderr otherwise."""
@@ -395,9 +467,7 @@ def some_server(server: str | None, own: Sequence[str]) -> Iterator[str]:
         yield server
 
 
-def _own_flags(
-    config: Path | None, model: str | None, dtype: str | None, threads: int | None, store: Path | None
-) -> list[str]:
+def _own_flags(config: Path | None, model: str | None, dtype: str | None, threads: int | None, store: Path | None) -> list[str]:
     """The words of a command line for those that are set."""
     flags = {"--config": config, "--model": model, "--dtype": dtype, "--threads": threads, "--store": store}
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]

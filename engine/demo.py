@@ -18,6 +18,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -113,7 +114,9 @@ def run_demo(num_functions: int, max_tokens: int, package: str, model: str, stor
         console.print(f"\n[bold]Serve[/bold] {model} on the loopback interface")
         with progress() as say:
             say("loading the model")
-            address = stack.enter_context(own_server(["--model", model, *(["--store", str(store)] if store else [])]))
+            memory = stack.enter_context(tempfile.TemporaryDirectory())
+            options = ["--model", model, "--memory", memory, *(["--store", str(store)] if store else [])]
+            address = stack.enter_context(own_server(options))
         client = stack.enter_context(draftloom.Client(address))
         console.print(f"\n[bold]Complete[/bold] {num_functions} functions of held-out files twice, {max_tokens} tokens each")
         pairs = complete(client, tasks, max_tokens, console)
@@ -174,7 +177,7 @@ def build(folder: Path, held_out: Sequence[str], model: str, store: Path | None)
 
 def complete(client: draftloom.Client, tasks: Sequence[Task], max_tokens: int, console: Console) -> list[Pair]:
     """Complete each task twice, showing it as it happens; plain decoding goes first every other time."""
-    client.generate(tasks[0].prompt, max_tokens=2, corpora=CORPUS)
+    client.generate(tasks[0].prompt, max_tokens=2, corpora=CORPUS, learn=False)
     pairs = []
     for i, task in enumerate(tasks):
         if console.is_terminal:

@@ -141,9 +141,9 @@ class Memory:
         return 0 if folder is None else _mark(folder)
 
     def clear(self, model: str | None = None, tenant: str | None = None) -> int:
-        """Forget a model's, a tenant's, or (with neither) everything, on disk and in servers that run; how many were there.
+        """Forget a model's, a tenant's, or (with neither) all, on disk and in servers that run; how many files there were.
 
-        Raises OSError if a file cannot be removed.
+        Raises OSError if one cannot be removed.
         """
         num_cleared = 0
         for folder, found_model, found_tenant in self._tenants():
@@ -161,6 +161,10 @@ class Memory:
         """The groups a tenant has on disk."""
         folder = self._folder(model, tenant)
         return [] if folder is None else sorted(file.name.removesuffix(_SUFFIX) for file in folder.glob("*" + _SUFFIX))
+
+    def known(self) -> list[tuple[str, str]]:
+        """Every (model, tenant) there is a folder for, those of whom nothing is saved yet among them."""
+        return [(model, tenant) for _, model, tenant in self._tenants()]
 
     def entries(self) -> list[Entry]:
         """Everything on disk, by model, tenant and name."""

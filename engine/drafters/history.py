@@ -92,6 +92,13 @@ class HistoryDrafting:
             self._pool.close(self._document)
 
 
+def answers(saved: Arrays) -> list[Tokens]:
+    """The answers in saved history, without what stood before them, the least recently touched first."""
+    ends = np.cumsum(saved["lengths"], dtype=np.int64)
+    begins = ends - saved["lengths"] + saved["leads"]
+    return [saved["tokens"][begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
 def without_old(saved: Arrays, oldest: float) -> dict[str, NDArray[Any]]:
     """Saved history without the documents born before `oldest`. Raises nothing: what makes no sense is left out whole."""
     try:
