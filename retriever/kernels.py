@@ -25,10 +25,12 @@ serves any number of them. The caller keeps the arrays alive.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from llvmlite import ir
 from numba.core import cgutils, types
 from numpy.typing import NDArray
 
@@ -284,43 +286,115 @@ def _sift_down(heap: Int64, size: int, path: Float64, token: Int64) -> None:
         at = first
 
 
+# Machine words
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address (int64) as a pointer that `carray` takes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), codegen
+
+
+@intrinsic
+def _big_endian(typing_context: Any, address: Any) -> Any:
+    """The eight bytes at an address (int64, of any alignment) as a uint64, the first one highest."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.bswap(builder.load(pointer, align=1))
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Begin to load the cache line at an address (int64). Any address will do: nothing is read, nothing fails."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+_clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.CPointer(types.int64)))
+_MONOTONIC = time.CLOCK_MONOTONIC
+
+
+@kernel
+def _late(end: int) -> bool:
+    """Whether it is later than `end`, in nanoseconds of the monotonic clock (that of `time.monotonic_ns`); never if it is 0."""
+    if end == 0:
+        return False
+    now = np.empty(2, np.int64)
+    _clock_gettime(_MONOTONIC, now.ctypes)
+    return bool(now[0] * 1_000_000_000 + now[1] > end)
+
+
 # Text on disk
+
+
+@kernel
+def _eight_bytes(text: Bytes, at: int) -> Any:
+    """uint64: the bytes from `at` >= 0 on, the first one highest; 0 where the text has ended."""
+    if at + 8 <= len(text):
+        return _big_endian(text.ctypes.data + at)
+    word = np.uint64(0)
+    for i in range(at, len(text)):
+        word |= np.uint64(text[i]) << np.uint64(56 - 8 * (i - at))
+    return word
 
 
 @kernel
 def token_at(text: Bytes, width: int, position: int) -> int:
     """The token at `position`, which must be inside the text."""
-    token = 0
-    for i in range(position * width, (position + 1) * width):
-        token = token << 8 | int64(text[i])
-    return token
+    return int64(_eight_bytes(text, position * width) >> np.uint64(64 - 8 * width))
 
 
 @kernel
-def compare(text: Bytes, width: int, position: int, key: Int32, skip: int) -> int:
-    """-1, 0 or 1: the text from `position` on against `key`; 0 if it begins with key. The first `skip` tokens are taken as
-    equal.
+def pack_key(key: Int32, width: int) -> UInt64:
+    """uint64 [ceil(len(key) * width / 8)]: a key as it would stand in a text, eight bytes a word, the rest 0."""
+    words = np.zeros((len(key) * width + 7) // 8, np.uint64)
+    at = 0
+    for token in key:
+        for shift in range(8 * width - 8, -8, -8):
+            words[at >> 3] |= np.uint64((int64(token) >> shift) & 255) << np.uint64(56 - 8 * (at & 7))
+            at += 1
+    return words
 
-    A position outside the text sorts first. O(len(key)).
+
+@kernel
+def compare(text: Bytes, width: int, position: int, words: UInt64, num_tokens: int) -> int:
+    """-1, 0 or 1: the text from `position` on against the first `num_tokens` tokens of a packed key; 0 if it begins with them.
+
+    Eight bytes at a time: tokens are big-endian, so words are ordered as tokens are. A position outside the text sorts first.
     """
     if position < 0:
         return -1
-    num_tokens = len(text) // width
-    for i in range(skip, len(key)):
-        if position + i >= num_tokens:
-            return -1
-        token = token_at(text, width, position + i)
-        if token != key[i]:
-            return -1 if token < key[i] else 1
-    return 0
+    begin, num_bytes = position * width, num_tokens * width
+    for at in range(0, num_bytes, 8):
+        here, wanted = _eight_bytes(text, begin + at), words[at >> 3]
+        if num_bytes - at < 8:
+            beyond = np.uint64(8 * (8 - (num_bytes - at)))
+            here, wanted = here >> beyond, wanted >> beyond
+        if here != wanted:
+            return -1 if here < wanted else 1
+    return 0 if begin + num_bytes <= len(text) else -1
 
 
 @kernel
-def lower_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, low: int, high: int) -> int:
-    """The first index in [low, high) of `order` whose suffix is not below `key`; `high` if there is none. O(log n)."""
+def lower_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens: int, low: int, high: int) -> int:
+    """The first index in [low, high) of `order` whose suffix is not below the key; `high` if there is none. O(log n)."""
     while low < high:
         middle = (low + high) // 2
-        if compare(text, width, order[middle], key, skip) < 0:
+        if compare(text, width, order[middle], words, num_tokens) < 0:
             low = middle + 1
         else:
             high = middle
@@ -328,18 +402,18 @@ def lower_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, lo
 
 
 @kernel
-def upper_bound(text: Bytes, width: int, order: Int32, key: Int32, skip: int, low: int, high: int) -> int:
-    """The first index in [low, high) whose suffix is above `key` and does not begin with it, given that those at `low` on are
+def upper_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens: int, low: int, high: int) -> int:
+    """The first index in [low, high) whose suffix is above the key and does not begin with it, given that those at `low` on are
     not below it. Gallops, so the cost is O(log of the answer), not of the range.
     """
     step = 1
-    while low + step < high and compare(text, width, order[low + step], key, skip) <= 0:
+    while low + step < high and compare(text, width, order[low + step], words, num_tokens) <= 0:
         low += step
         step *= 2
     high = min(high, low + step)
     while low < high:
         middle = (low + high) // 2
-        if compare(text, width, order[middle], key, skip) <= 0:
+        if compare(text, width, order[middle], words, num_tokens) <= 0:
             low = middle + 1
         else:
             high = middle
@@ -445,33 +519,19 @@ def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, key: Int
 
     O(1) where the table knows the key, else O(log n) comparisons in the interval of its longest beginning that the table knows.
     """
-    low, high, skip = 0, len(order), 0
+    low, high = 0, len(order)
     for length in range(min(len(key), TABLE_CONTEXT), 0, -1):
         table_low, table_high = table_find(table, key, length, len(order))
         if table_high:
-            low, high, skip = table_low, table_high, length
+            low, high = table_low, table_high
+            if length == len(key):
+                return low, high
             break
-    if skip == len(key):
-        return low, high
-    low = lower_bound(text, width, order, key, skip, low, high)
-    if low == high or compare(text, width, order[low], key, skip) != 0:
+    words = pack_key(key, width)
+    low = lower_bound(text, width, order, words, len(key), low, high)
+    if low == high or compare(text, width, order[low], words, len(key)) != 0:
         return low, low
-    return low, upper_bound(text, width, order, key, skip, low, high)
-
-
-@kernel
-def occurs(text: Bytes, width: int, order: Int32, table: UInt32, key: Int32) -> bool:
-    """Whether `key` occurs at all: half the work of `find_interval`."""
-    low, high, skip = 0, len(order), 0
-    for length in range(min(len(key), TABLE_CONTEXT), 0, -1):
-        table_low, table_high = table_find(table, key, length, len(order))
-        if table_high:
-            low, high, skip = table_low, table_high, length
-            break
-    if skip == len(key):
-        return True
-    low = lower_bound(text, width, order, key, skip, low, high)
-    return low < high and compare(text, width, order[low], key, skip) == 0
+    return low, upper_bound(text, width, order, words, len(key), low, high)
 
 
 # What was deleted from a segment: one bit for every suffix of the order, 1 if it is left, and how many are left before each
@@ -572,16 +632,6 @@ def nth_left(left: UInt64, before: UInt64, low: int, high: int, k: int) -> int:
 # A datastore: several segments
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address (int64) as a pointer that `carray` takes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), codegen
-
-
 def describe(text: Bytes, order: Int32, table: UInt32, left: UInt64 = _NOTHING_LEFT, before: UInt64 = _NOTHING_LEFT) -> Int64:
     """int64 [10], a segment for the kernels below: address and size of each of its arrays. The caller keeps the arrays alive.
 
@@ -625,37 +675,6 @@ def usable_length(context: Int32, vocab_size: int, max_length: int) -> int:
 
 
 @kernel
-def _occurs_in(segment: Int64, width: int, key: Int32) -> bool:
-    """Whether `key` occurs in what is left of the segment."""
-    text, order, table = _text(segment), _order(segment), _table(segment)
-    if segment[7] == 0:
-        return bool(occurs(text, width, order, table, key))
-    low, high = find_interval(text, width, order, table, key)
-    return bool(count_left(_left(segment), _before_blocks(segment), low, high) > 0)
-
-
-@kernel
-def longest_match(segments: Int64, width: int, context: Int32, limit: int) -> int:
-    """The largest length of at most `limit` at which the end of the context occurs in some segment; 0 if it never does.
-
-    What occurs at a length occurs at every shorter one, so it is a binary search: O(log limit) searches a segment.
-    """
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        key = context[len(context) - middle :]
-        found = False
-        for s in range(len(segments)):
-            if not found and _occurs_in(segments[s], width, key):
-                found = True
-        if found:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@kernel
 def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> int:
     """How often `key` occurs in what is left of all segments.
 
@@ -673,6 +692,73 @@ def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> 
 
 
 @kernel
+def rung(r: int) -> int:
+    """The r-th length (from 0) that is searched for: 1, 2, 3, 4, then two in an octave: 6, 8, 12, 16, 24, 32, ..."""
+    if r < 4:
+        return r + 1
+    octave = int64(4) << ((r - 4) // 2)
+    return 2 * octave if r & 1 else octave + octave // 2
+
+
+@kernel
+def longest_match(
+    segments: Int64, width: int, context: Int32, shortest: int, limit: int, end: int, intervals: Int64, counts: Int64
+) -> int:
+    """The largest length of `shortest` to `limit` at which the end of the context occurs in some segment; 0 if it never does.
+
+    What occurs at a length occurs at every shorter one. So it climbs the rungs while they occur, from the eighth token at once
+    to the limit, and searches between the last that occurs and the first that does not by halving. Short rungs are what the
+    table answers, and what `lookup` asks for next: the answers are kept, counts int64 [R + 1] (-1: not asked) and intervals
+    int64 [R + 1, S, 3] at the number of the rung, or in the last place if the length is none. After `end` (see `lookup`) it
+    stops with what it has.
+    """
+    counts[:] = -1
+    spare = len(counts) - 1
+    low, high = shortest - 1, limit
+    r = 0
+    while rung(r) < shortest:
+        r += 1
+    while low < high and rung(r) <= high and not _late(end):
+        counts[r] = count_matches(segments, width, context[len(context) - rung(r) :], intervals[r])
+        if counts[r] == 0:
+            high = rung(r) - 1
+        else:
+            low = rung(r)
+            if low == 8 and limit > 8:
+                counts[spare] = count_matches(segments, width, context[len(context) - limit :], intervals[spare])
+                if counts[spare] > 0:
+                    return limit
+                high = limit - 1
+            r += 1
+    found = low
+    while low < high and not _late(end):
+        middle = (low + high + 1) // 2
+        counts[spare] = count_matches(segments, width, context[len(context) - middle :], intervals[spare])
+        if counts[spare] > 0:
+            low = middle
+        else:
+            high = middle - 1
+    if low > found:
+        counts[spare] = count_matches(segments, width, context[len(context) - low :], intervals[spare])
+    return low if low >= shortest else 0
+
+
+@kernel
+def longest(segments: Int64, width: int, context: Int32, limit: int) -> tuple[int, int]:
+    """(length, count) of the longest end of the context, at most `limit` tokens, that occurs; (0, 0) if none does."""
+    num_rungs = 0
+    while rung(num_rungs) <= limit:
+        num_rungs += 1
+    intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
+    counts = np.empty(num_rungs + 1, np.int64)
+    length = longest_match(segments, width, context, 1, limit, 0, intervals, counts)
+    for r in range(num_rungs):
+        if rung(r) == length and counts[r] > 0:
+            return length, counts[r]
+    return length, max(counts[num_rungs], 0) if length else 0
+
+
+@kernel
 def lookup(
     segments: Int64,
     width: int,
@@ -684,45 +770,51 @@ def lookup(
     num_samples: int,
     num_classes: int,
     depth: int,
+    end: int,
 ) -> BlendResult:
     """What followed the end of the context, as `blend` has it, from the longest match and up to `num_classes - 1` shorter ones.
 
     A shorter length becomes a class of its own where it occurs at least twice as often as the class before. Of a class at most
     `num_samples` occurrences are looked at, an even stride through the interval: unbiased, and stratified by continuation
     since the interval is sorted by it. Occurrences that belong to a longer class stand there already; those left share the
-    class's exact count.
+    class's exact count. After `end`, in nanoseconds of the monotonic clock (0: never), no more is searched for, and what has
+    been found is blended.
     """
     rows = np.empty((num_samples * num_classes, depth), np.int32)
     lengths = np.empty(num_samples * num_classes, np.int32)
     weights = np.empty(num_samples * num_classes, np.float64)
-    intervals = np.empty((len(segments), 3), np.int64)
+    limit = usable_length(context, vocab_size, max_length)
+    num_rungs = 0
+    while rung(num_rungs) <= limit:
+        num_rungs += 1
+    intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
+    counts = np.empty(num_rungs + 1, np.int64)
+    places = np.empty(num_samples, np.int64)
+    owners = np.empty(num_samples, np.int64)
     num_rows = 0
-    length = longest_match(segments, width, context, usable_length(context, vocab_size, max_length))
+    shortest = max(min_length, 1)
+    length = longest_match(segments, width, context, shortest, limit, end, intervals, counts)
+    slot = num_rungs
+    for r in range(num_rungs):
+        if rung(r) == length and counts[r] > 0:
+            slot = r
     longer = 0
     longer_count = 0
+    longer_words = pack_key(context[:0], width)
     classes_left = num_classes
-    while length >= max(min_length, 1) and classes_left > 0:
-        key = context[len(context) - length :]
-        count = count_matches(segments, width, key, intervals)
+    while length >= shortest and classes_left > 0 and not _late(end):
+        if counts[slot] < 0:
+            counts[slot] = count_matches(segments, width, context[len(context) - length :], intervals[slot])
+        count = counts[slot]
         if count >= max(2 * longer_count, 1):
             first = num_rows
             num_fresh = 0
-            num_taken = min(count, num_samples)
-            segment_index = 0
-            before = 0  # occurrences in the segments before this one
+            num_taken = _sample(segments, width, length, intervals[slot], count, places[:num_samples], owners)
             for i in range(num_taken):
-                at = (2 * i + 1) * count // (2 * num_taken)
-                while at - before >= intervals[segment_index, 2]:
-                    before += intervals[segment_index, 2]
-                    segment_index += 1
-                segment = segments[segment_index]
-                text = _text(segment)
-                low, high = intervals[segment_index, 0], intervals[segment_index, 1]
-                place = nth_left(_left(segment), _before_blocks(segment), low, high, at - before)
-                if place < 0:
-                    continue
-                position = int64(_order(segment)[place])
-                if longer and _agrees(text, width, position - (longer - length), context, longer):
+                text = _text(segments[owners[i]])
+                position = places[i]
+                before = longer - length  # a longer match begins so many tokens earlier
+                if longer and compare(text, width, position - before, longer_words, before) == 0:
                     continue
                 num_fresh += 1
                 if _copy(text, width, vocab_size, position + length, rows[num_rows]):
@@ -732,26 +824,43 @@ def lookup(
                 weights[i] = (count - longer_count) / num_fresh
             if num_rows > first:
                 longer, longer_count = length, count
+                longer_words = pack_key(context[len(context) - length :], width)
                 classes_left -= 1
-        length = _shorter(length)
+        slot = num_rungs - 1
+        while slot >= 0 and rung(slot) >= length:
+            slot -= 1
+        length = rung(slot) if slot >= 0 else 0
     return blend(rows[:num_rows], lengths[:num_rows], weights[:num_rows], budget)
 
 
 @kernel
-def _shorter(length: int) -> int:
-    """The next length worth a search: every one below 4, then about two in an octave (6, 8, 12, 16, 24, 32, ...)."""
-    if length <= 4:
-        return length - 1
-    rung = 4
-    while 2 * rung < length:
-        rung *= 2
-    return rung + rung // 2 if length > rung + rung // 2 else rung
+def _sample(segments: Int64, width: int, length: int, intervals: Int64, count: int, positions: Int64, owners: Int64) -> int:
+    """Text positions of an even sample of the `count` occurrences in the intervals, and their segments; how many there are.
 
-
-@kernel
-def _agrees(text: Bytes, width: int, position: int, context: Int32, length: int) -> bool:
-    """Whether the text at `position` is the last `length` tokens of the context."""
-    return position >= 0 and compare(text, width, position, context[len(context) - length :], 0) == 0
+    At most as many as there is room for. Three passes, so that the processor waits for many places of memory at once and not
+    for one after the other: where in the order, where in the text, and (in the caller) what is there.
+    """
+    num_wanted = min(count, len(positions))
+    num_found = 0
+    owner = 0
+    before = 0  # occurrences in the segments before this one
+    for i in range(num_wanted):
+        at = (2 * i + 1) * count // (2 * num_wanted)
+        while at - before >= intervals[owner, 2]:
+            before += intervals[owner, 2]
+            owner += 1
+        segment = segments[owner]
+        place = nth_left(_left(segment), _before_blocks(segment), intervals[owner, 0], intervals[owner, 1], at - before)
+        if place >= 0:
+            _prefetch(segment[2] + 4 * place)
+            positions[num_found] = place
+            owners[num_found] = owner
+            num_found += 1
+    for i in range(num_found):
+        segment = segments[owners[i]]
+        positions[i] = _order(segment)[positions[i]]
+        _prefetch(segment[0] + (positions[i] + length) * width)
+    return num_found
 
 
 @kernel
@@ -932,10 +1041,10 @@ def warmup() -> None:
     fill_table(table, text, 1, order, contexts)
     segments = describe(text, order, table)[None]
     context = np.array([1], np.int32)
-    longest_match(segments, 1, context, 1)
     count_matches(segments, 1, context, np.zeros((1, 3), np.int64))
+    longest(segments, 1, context, 1)
     ranks(left_suffixes(order, np.array([0, 4], np.int64), np.array([False])))
-    lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4)
+    lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4, 0)
     order_faults(text, 1, order, 1, 8)
     all_order_faults(text, 1, order, 255)
     token_suffixes(order, 1, 3)

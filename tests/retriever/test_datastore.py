@@ -45,16 +45,12 @@ class Segments:
         """(length, count)"""
         key = np.array(context, np.int32)
         limit = kernels.usable_length(key, self.vocab_size, max_length)
-        length = kernels.longest_match(self.described, self.width, key, limit)
-        if not length:
-            return 0, 0
-        intervals = np.zeros((len(self.described), 3), np.int64)
-        return length, kernels.count_matches(self.described, self.width, key[len(key) - length :], intervals)
+        return kernels.longest(self.described, self.width, key, limit)
 
     def lookup(self, context: Sequence[int], budget: int) -> kernels.BlendResult:
         """At depth 6, nothing sampled."""
         key = np.array(context, np.int32)
-        return kernels.lookup(self.described, self.width, self.vocab_size, key, budget, 1, 32, 200, 3, 6)
+        return kernels.lookup(self.described, self.width, self.vocab_size, key, budget, 1, 32, 200, 3, 6, 0)
 
 
 @pytest.mark.parametrize("vocab_size", [4, 4000, 151_936, 1 << 24])
