@@ -44,9 +44,9 @@ def stated(head: str) -> str:
 
 def _offers_other(expression: str, unwanted: Collection[str]) -> bool:
     """Whether one of the alternatives has no unwanted part. Parentheses are read as if AND bound tighter throughout."""
-    alternatives = re.split(r"\bOR\b", expression.replace("(", " ").replace(")", " "), flags=re.IGNORECASE)
+    alternatives = re.split(r"\s+OR\s+", expression.replace("(", " ").replace(")", " "), flags=re.IGNORECASE)
     return any(
-        not any(_is_unwanted(part.strip(), unwanted) for part in re.split(r"\bAND\b", alternative, flags=re.IGNORECASE))
+        not any(_is_unwanted(part.strip(), unwanted) for part in re.split(r"\s+AND\s+", alternative, flags=re.IGNORECASE))
         for alternative in alternatives
     )
 
