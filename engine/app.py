@@ -22,8 +22,7 @@ from engine.acceptance import STOP
 from engine.calibration import Calibration
 from engine.config import Config
 from engine.datastores import Checks, Corpora
-from engine.drafters import DRAFTERS, Drafter, DraftRequest
-from engine.drafters.history import without_old
+from engine.drafters import DRAFTERS, Drafter, DraftRequest, history, recycle
 from engine.drafters.panel import Panel
 from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound
 from engine.loop import Times, decode
@@ -123,11 +122,9 @@ class Engine:
             prompt = request.prompt.astype(np.int32)
         if not len(prompt):
             raise InvalidRequest("prompt is empty once tokenized: give some text", "prompt")
-        wanted = SequenceRequest(
-            prompt, request.sampling, request.limits(self.info.eos_ids), request.tenant, request.num_logprobs
-        )
         async with AsyncExitStack() as stack:
             drafters, max_nodes = self._choose_drafters(request)
+            wanted = self._sequence_request(request, prompt, drafters)
             stores, warnings = await self._pin(request, drafters, stack)
             prediction = await _encode(self.tokenizer.encode, request.speculation.prediction if drafters else "")
             began = time.perf_counter()
@@ -190,7 +187,7 @@ class Engine:
         next_look = 0.0
         while True:
             if time.monotonic() >= next_look:
-                await self._tenants.forget_older({"history": without_old})
+                await self._tenants.forget_older({"history": history.without_old, "recycle": recycle.without_old})
                 next_look = time.monotonic() + _LOOK_SECONDS
             await asyncio.sleep(_SAVE_SECONDS)
             await self._tenants.save()
@@ -199,6 +196,21 @@ class Engine:
         """Save what was learned and close the corpora; the target belongs to whoever made it."""
         await self._tenants.save()
         self._corpora.close()
+
+    def _sequence_request(
+        self, request: GenerationRequest, prompt: NDArray[np.int32], drafters: Sequence[Drafter]
+    ) -> SequenceRequest:
+        """What the target is asked: the text, and as much feedback as the drafters want."""
+        top_k = max((drafter.top_k for drafter in drafters), default=0)
+        return SequenceRequest(
+            prompt=prompt,
+            sampling=request.sampling,
+            limits=request.limits(self.info.eos_ids),
+            tenant=request.tenant,
+            num_logprobs=request.num_logprobs,
+            feedback_top_k=top_k,
+            feedback_prompt=self._config.speculation.prompt_rows if top_k else 0,
+        )
 
     def _remembering(self, request: GenerationRequest) -> tuple[bool, bool]:
         """Whether the request draws on history, and whether it is learned from."""

@@ -10,6 +10,7 @@ import base64
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,9 @@ from typing import Any
 
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 FLAGS += ["--hide-scrollbars", "--disable-extensions", "--disable-sync", "--disable-component-update", "--mute-audio"]
+
+PATIENCE = 60.0
+"""Seconds to wait for its next word."""
 
 
 def find() -> str | None:
@@ -85,6 +89,8 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._answers], [], [], PATIENCE)
+            assert ready, "the browser says nothing"
             block = os.read(self._answers, 1 << 20)
             assert block, "the browser ended"
             self._rest += block

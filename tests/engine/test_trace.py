@@ -22,7 +22,9 @@ from engine.trace.page import Traced, label, page, pieces, visible
 from tests.engine import chromium
 from tests.engine.test_app import SPELL, TOKENIZER, Target, ask, engine_of, request_of
 
-HOSTILE = "</script><script>document.title = 'pwned'</script><!-- \u202e'\"&lt; <img src=x onerror=document.title='pwned'> ]]> \u2028"
+HOSTILE = "</script><script>document.title = 'pwned'</script><!-- \u202e'\"&lt; ]]> \u2028"
+HOSTILE += "<img src=x onerror=document.title='pwned'>"
+"""What a prompt or a model may say to a page."""
 
 
 # What is recorded.
@@ -80,7 +82,9 @@ def test_a_trace_ends_with_the_answer(tmp_path: Path) -> None:
 # The page as a file.
 
 
-def node(text: str | bytes, parent: int, probability: float, *sources: str, accepted: bool = False, verified: bool = True) -> TraceNode:
+def node(
+    text: str | bytes, parent: int, probability: float, *sources: str, accepted: bool = False, verified: bool = True
+) -> TraceNode:
     data = text.encode() if isinstance(text, str) else text
     return TraceNode(len(data), data, parent, probability, sources, verified, accepted)
 
@@ -130,7 +134,8 @@ FIRST = StepTrace(
     COSTS,
 )
 SECOND = StepTrace((node(HOSTILE, -1, 1.0),), (b"\xc3",), 0, 0.0001, 0.051, 0.05, COSTS)
-THIRD = StepTrace((node(b"\xc3", -1, 1.0), node(b"\xa9", 0, 0.9, "prompt", accepted=True)), (b"\xa9", b"\n"), 0, 0.0, 0.05, 0.05, ())
+HALF = node(b"\xa9", 0, 0.9, "prompt", accepted=True)
+THIRD = StepTrace((node(b"\xc3", -1, 1.0), HALF), (b"\xa9", b"\n"), 0, 0.0, 0.05, 0.05, ())
 ANSWER = answer_of(FIRST, SECOND, THIRD)
 
 
@@ -170,7 +175,8 @@ def test_the_page_refers_to_nothing_outside() -> None:
     allowed = {"http://www.w3.org/2000/svg"}
     assert set(re.findall(r"\w+://[^\s\"'`)]+", text)) <= allowed
     elements = Elements(text)
-    assert not [tag for tag, attributes in elements.tags if {"src", "href", "style", "onclick"} & set(attributes) or tag == "link"]
+    loading = {"src", "href", "srcset", "style", "onclick", "onload"}
+    assert not [tag for tag, attributes in elements.tags if loading & set(attributes) or tag in ("link", "img", "iframe")]
     assert "@import" not in text and "url(" not in text
     (policy,) = (attributes["content"] for _, attributes in elements.tags if "http-equiv" in attributes)
     assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
@@ -315,7 +321,7 @@ def test_the_keyboard_goes_through_the_candidates(shown: chromium.Browser) -> No
     assert text_of(shown, ".node.chosen .name") == ["·n"]
     shown.press("ArrowDown")
     details = " ".join(text_of(shown, "#node > *"))
-    assert "token" in details and "whole path 10 %" in details and "drafted by prompt" in details and "outcome rejected" in details
+    assert "whole path 10 %" in details and "drafted by prompt" in details and "outcome rejected" in details
     shown.press("ArrowUp")
     shown.press("ArrowUp")
     assert text_of(shown, ".node.chosen .name") == ["·return"]

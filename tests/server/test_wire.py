@@ -155,7 +155,8 @@ def test_every_option_arrives() -> None:
         **dict(presence_penalty=-0.5, frequency_penalty=0.25, logit_bias={3: 1.5, 1: -2.0}, seed=7, stop="\n"),
         **dict(stop_token_ids=[4], include_stop=True),
         **dict(ignore_eos=True, logprobs=3, min_chunk_tokens=4, speculation=False, max_nodes=0),
-        **dict(corpora=["a", "b"], require_corpus=True, sources="prompt", prediction="guess", trace=True, model="m", request_id="r"),
+        **dict(corpora=["a", "b"], require_corpus=True, sources="prompt", prediction="guess", trace=True),
+        **dict(model="m", request_id="r"),
         timeout=3.0,
     )
     assert np.array_equal(request.prompt, [1, 2])
