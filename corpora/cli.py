@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +30,7 @@ from corpora.terminal import (
     say,
     size_of,
     table_of,
+    tokenizer_at_hand,
 )
 from corpora.upkeep import upkeep_app
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from corpora.build import BuildReport
     from corpora.options import BuildOptions
     from corpora.survey import Tally
+
+UNKNOWN_VOCABULARY = 150_000
+"""For want of a tokenizer, a vocabulary of today's usual size."""
 
 corpus_app = typer.Typer(
     name="corpus",
@@ -50,7 +53,14 @@ corpus_app = typer.Typer(
 @corpus_app.command("build")
 def build_command(
     name: NameArgument,
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Folders and files to index.", show_default=False)],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="What to index: folders, files, archives, JSON lines, Parquet; PATH@REVISION of a git repository.",
+            show_default=False,
+        ),
+    ],
     model: Annotated[
         str | None,
         typer.Option(
@@ -68,25 +78,55 @@ def build_command(
     ] = None,
     max_file_size: Annotated[int, typer.Option("--max-file-size", help="Skip larger files (bytes).", min=1)] = 1 << 20,
     generated: Annotated[bool, typer.Option("--generated", help="Take files that say they are generated, too.")] = False,
+    near_duplicates: Annotated[
+        bool, typer.Option("--near-duplicates", help="Leave out files of which nearly all stands in another.")
+    ] = False,
+    exclude_licence: Annotated[
+        list[str] | None,
+        typer.Option("--exclude-licence", help="Leave out files that say they are under this SPDX licence. Repeatable."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Index the repositories at PATH as of this commit, branch or tag.")
+    ] = None,
+    field: Annotated[
+        str, typer.Option("--field", help="Where a record has its text or messages. (default: text, content, messages, ...)")
+    ] = "",
+    role: Annotated[
+        list[str] | None, typer.Option("--role", help="Of conversations, take only messages of this role. Repeatable.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Store conversations as the model's chat template writes them.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be taken and what skipped.")] = False,
     explain: Annotated[
-        Path | None, typer.Option("--explain", help="Only say what would become of this file, and why.", show_default=False)
+        str | None,
+        typer.Option("--explain", metavar="FILE", help="Only say what would become of this file, and why.", show_default=False),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Index folders and files as a new version of a corpus, and make it the active one.
+    """Index text as a new version of a corpus, and make it the active one.
 
     Respects .gitignore and .ignore, and says what it skipped and why. Whatever goes wrong, what was active stays active.
     """
     from corpora.options import BuildOptions
 
     with reporting(as_json):
-        options = BuildOptions(tuple(include or ()), tuple(exclude or ()), max_file_size, generated)
+        options = BuildOptions(
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            max_file_size=max_file_size,
+            generated=generated,
+            near_duplicates=near_duplicates,
+            exclude_licences=tuple(exclude_licence or ()),
+            field=field,
+            roles=tuple(role or ()),
+            chat=chat,
+        )
+        if revision is not None:
+            paths = [f"{path}@{revision}" for path in paths]
         if explain is not None:
-            _explain(explain, paths, options, as_json)
+            _explain(explain, paths, options, model, as_json)
         elif dry_run:
-            _dry_run(name, paths, options, as_json)
+            _dry_run(name, paths, options, model, as_json)
         else:
             _build(name, paths, options, model, open_catalog(store), as_json)
 
@@ -132,13 +172,12 @@ def remove_command(
 # what the build command does
 
 
-def _build(name: str, paths: Sequence[Path], options: BuildOptions, model: str | None, catalog: Catalog, as_json: bool) -> None:
+def _build(name: str, paths: Sequence[str], options: BuildOptions, model: str | None, catalog: Catalog, as_json: bool) -> None:
     from corpora.build import build
-    from corpora.walk import roots_of
+    from corpora.inputs import open_sources
 
     check_name(name)
-    options.validate()
-    roots_of(paths)  # before a model is fetched for nothing
+    open_sources(paths, replace(options, chat=False))  # before a model is fetched for nothing
     model_name, tokenizer = load_tokenizer(model)
     with progress_of(as_json) as say:
         report = build(name, paths, tokenizer, catalog, options=options, model=model_name, progress=say)
@@ -156,22 +195,42 @@ def _build(name: str, paths: Sequence[Path], options: BuildOptions, model: str |
         raise typer.Exit(PARTIAL)
 
 
-def _dry_run(name: str, paths: Sequence[Path], options: BuildOptions, as_json: bool) -> None:
-    from corpora.build import Progress
+def _dry_run(name: str, paths: Sequence[str], options: BuildOptions, model: str | None, as_json: bool) -> None:
+    from corpora.build import Progress, chat_encoder
+    from corpora.estimate import Estimate
     from corpora.inputs import open_sources
     from corpora.survey import Survey, Tally
 
     check_name(name)
-    tally = Tally()
-    survey = Survey(open_sources([str(path) for path in paths], options), options)
+    open_sources(paths, replace(options, chat=False))
+    tokenizer = load_tokenizer(model)[1] if options.chat else tokenizer_at_hand(model)
+    encode_chat = chat_encoder(tokenizer) if options.chat and tokenizer else None
+    survey, tally, estimate = Survey(open_sources(paths, options, encode_chat), options), Tally(), Estimate()
     with progress_of(as_json) as say:
         for found in survey:
             tally.add(found.decision)
+            estimate.add(found)
             if say is not None:
                 say(Progress("tokenize", survey.num_files, survey.total_files, survey.num_bytes, survey.total_bytes))
+    num_tokens = estimate.num_tokens(tokenizer.encode_batch if tokenizer else None)
+    index_bytes = estimate.index_bytes(num_tokens, tokenizer.vocab_size if tokenizer else UNKNOWN_VOCABULARY)
     if as_json:
-        print_json({"name": name, "dry_run": True, **_tally_json(tally)})
-        return
+        expected = {"expected_tokens": num_tokens, "expected_index_bytes": index_bytes}
+        print_json({"name": name, "dry_run": True, **_tally_json(tally), **expected})
+    else:
+        _print_endings(tally)
+        print_skipped(tally.reasons, tally.examples)
+        out().print(
+            f"would index {files_text(tally.num_files)}, {size_of(tally.num_bytes)}: about {num_tokens:,} tokens, "
+            f"an index of about {size_of(index_bytes)}; nothing was written",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if tally.reasons.get(Reason.UNREADABLE):
+        raise typer.Exit(PARTIAL)
+
+
+def _print_endings(tally: Tally) -> None:
     by_ending = sorted(tally.endings.items(), key=lambda item: (-item[1][1], item[0]))
     table = table_of("would take", ">files", ">size")
     for ending, (count, size) in by_ending[:15]:
@@ -179,18 +238,18 @@ def _dry_run(name: str, paths: Sequence[Path], options: BuildOptions, as_json: b
     if rest := by_ending[15:]:
         table.add_row(f"{len(rest)} more endings", f"{sum(c for _, (c, _) in rest):,}", size_of(sum(s for _, (_, s) in rest)))
     out().print(table)
-    print_skipped(tally.reasons, tally.examples)
-    out().print(f"would index {files_text(tally.num_files)}, {size_of(tally.num_bytes)}; nothing was written", highlight=False)
 
 
-def _explain(path: Path, paths: Sequence[Path], options: BuildOptions, as_json: bool) -> None:
+def _explain(path: str, paths: Sequence[str], options: BuildOptions, model: str | None, as_json: bool) -> None:
+    from corpora.build import chat_encoder
     from corpora.survey import explain
 
-    decision = explain(str(path), [str(path) for path in paths], options)
+    encode_chat = chat_encoder(load_tokenizer(model)[1]) if options.chat else None
+    decision = explain(path, paths, options, encode_chat)
     if decision is None:
         raise SourceNotFound(f"file is not below the paths to index: {path}; give one that is")
     if as_json:
-        print_json({"path": str(path), **_decision_json(decision)})
+        print_json({"path": path, **_decision_json(decision)})
         return
     verdict = "taken" if decision.taken else "skipped"
     reason = f" - {decision.reason}: {decision.reason.meaning}" if decision.reason else ""

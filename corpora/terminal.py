@@ -38,6 +38,7 @@ from corpora.errors import (
     NothingToIndex,
     SourceNotFound,
 )
+from engine.errors import ModelError
 
 if TYPE_CHECKING:
     from corpora.build import Progress
@@ -65,12 +66,21 @@ def open_catalog(store: Path | None) -> Catalog:
 
 
 def load_tokenizer(model: str | None) -> tuple[str, Tokenizer]:
-    """(the model's name, its tokenizer)."""
+    """(the model's name, its tokenizer), fetched if need be."""
     from engine.models import DEFAULT_MODEL, tokenizer_folder
     from engine.text import Tokenizer
 
     name = model or DEFAULT_MODEL
     return name, Tokenizer.load(tokenizer_folder(name, lambda news: say(plain(news))))
+
+
+def tokenizer_at_hand(model: str | None) -> Tokenizer | None:
+    """The tokenizer of `model`, fetched if need be; without one, that of the built-in model if it is here already."""
+    from engine.models import DEFAULT_MODEL, list_models
+
+    if model is None and not any(entry.name == DEFAULT_MODEL and entry.folder for entry in list_models()):
+        return None
+    return load_tokenizer(model)[1]
 
 
 # progress
@@ -84,13 +94,14 @@ def progress_of(as_json: bool) -> Iterator[Callable[[Progress], None] | None]:
     elif not err().is_terminal:
         yield None
     else:
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bars
 
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
@@ -138,8 +149,6 @@ def _json_progress() -> Callable[[Progress], None]:
 @contextlib.contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
     """Errors as one line and an exit status."""
-    from engine.text import ModelError
-
     try:
         yield
     except KeyboardInterrupt:
@@ -149,7 +158,7 @@ def reporting(as_json: bool) -> Iterator[None]:
         if as_json:
             skipped = error.skipped if isinstance(error, NothingToIndex) else {}
             print_json({"error": type(error).__name__, "message": str(error), **({"skipped": skipped} if skipped else {})})
-        say(f"[red]error[/red]: {plain(str(error))}")
+        say(f"draftloom: {plain(str(error))}")
         raise typer.Exit(_exit_status(error)) from None
 
 
@@ -160,6 +169,7 @@ def _exit_status(error: Exception) -> int:
         (InvalidName, USAGE),
         (InvalidOptions, USAGE),
         (SourceNotFound, USAGE),
+        (ModelError, USAGE),
     )
     return next((status for kind, status in table if isinstance(error, kind)), FAILED)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from typer.testing import CliRunner, Result
 
 from corpora.catalog import Catalog
 from corpora.cli import corpus_app
+from engine.text import Tokenizer
+from retriever.datastore import Datastore
 from tests import tiny_tokenizers
-from tests.corpora.trees import plant
+from tests.corpora.trees import git, plant
 
 CODE = "def add(first, second):\n    return first + second\n"
 
@@ -86,14 +89,25 @@ def test_json_is_for_programs(shell: Shell) -> None:
     assert error["error"] == "CorpusNotFound" and "no such corpus: code" in error["message"]
 
 
-def test_dry_run_writes_nothing(shell: Shell) -> None:
-    """What would be taken, by ending, and what not; no store comes of it, and no model is needed."""
+def test_dry_run_writes_nothing(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be taken, by ending, and what not, and how large it would be; no store comes of it, and no model is needed."""
+    monkeypatch.setenv("DRAFTLOOM_CACHE", str(shell.store / "empty"))
     result = shell("build", "code", shell.tree, "--dry-run")
     assert result.exit_code == 0 and not shell.store.exists()
     rows = table(result.stdout)
     assert rows[:3] == [["would take", "files", "size"], [".py", "2", "100 B"], [".md", "1", "21 B"]]
-    assert result.stdout.splitlines()[-1] == "would index 3 files, 121 B; nothing was written"
+    assert result.stdout.splitlines()[-1] == (
+        "would index 3 files, 121 B: about 19 tokens, an index of about 204 B; nothing was written"
+    )
     assert json.loads(shell("build", "code", shell.tree, "--dry-run", "--json").stdout.splitlines()[-1])["files_taken"] == 3
+
+
+def test_a_dry_run_expects_what_a_build_makes(shell: Shell) -> None:
+    """With a tokenizer, tokens are counted on a sample, which here is everything."""
+    expected = json.loads(shell.build("--dry-run", "--json").stdout.splitlines()[-1])
+    report = json.loads(shell.build("--json").stdout.splitlines()[-1])
+    assert expected["expected_tokens"] == report["tokens"] and expected["documents"] == report["documents"]
+    assert expected["skipped"] == report["skipped"] and expected["bytes"] == report["bytes"]
 
 
 def test_explain_answers_for_one_file(shell: Shell) -> None:
@@ -120,6 +134,36 @@ def test_include_exclude_and_size(shell: Shell) -> None:
     result = shell.build("--max-file-size", "30")
     assert result.exit_code == 0 and Catalog(shell.store).get("code").active.num_files == 1
     assert ["too_large", "2", "larger than --max-file-size", "add.py"] in table(result.stdout)
+
+
+def test_inputs_of_all_kinds_go_into_one_corpus(shell: Shell) -> None:
+    """A folder at a revision, an archive, and conversations as the chat template writes them, side by side."""
+    git(shell.tree, "init")
+    git(shell.tree, "add", "add.py")
+    git(shell.tree, "commit", "-m", "one")
+    with zipfile.ZipFile(shell.tree / "a.zip", "w") as archive:
+        archive.writestr("lib/b.py", "x = 1\n")
+    chat = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]
+    (shell.tree / "c.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    paths = (f"{shell.tree}@HEAD", shell.tree / "a.zip", shell.tree / "c.jsonl")
+    result = shell("build", "mixed", *paths, "--chat", "--model", shell.model)
+    assert result.exit_code == 0, result.stderr
+    with Datastore.open(Catalog(shell.store).active_path("mixed")) as datastore:
+        documents = {datastore.document_name(i): datastore.document_tokens(i) for i in range(datastore.num_documents)}
+    tokenizer = Tokenizer.load(shell.model)
+    assert list(documents) == ["tree@HEAD/add.py", "a.zip/lib/b.py", "c.jsonl#1"]
+    assert documents["c.jsonl#1"].tolist() == tokenizer.encode_chat(chat, False).tolist()
+    options = Catalog(shell.store).show("mixed")["manifest"]["options"]
+    assert len(options["resolved"][f"{shell.tree}@HEAD"]) == 40 and options["chat"] is True
+
+
+def test_secrets_are_reported(shell: Shell) -> None:
+    """A file without some of its lines is taken; how many such there are, and which, is said."""
+    plant(shell.tree, {"config.py": f"a = 1\nTOKEN = 'npm_{'aB3dE6gH9' * 4}'\nb = 2\n"})
+    result = shell.build()
+    assert ["secret", "1", "looks like a key or password", "config.py"] in table(result.stdout)
+    said = shell("build", "code", shell.tree, "--explain", "config.py").stdout
+    assert said == "config.py: taken - secret: looks like a key or password (left out: npm token in line 2)\n"
 
 
 def test_rollback_and_gc(shell: Shell) -> None:
@@ -162,7 +206,9 @@ def test_check_finds_damage(shell: Shell) -> None:
         (["build", "Code", "TREE"], 2, "corpus name is not valid: 'Code'"),
         (["build", "code", "TREE/nowhere"], 2, "path to index cannot be used"),
         (["build", "code", "TREE", "--exclude", "!"], 2, "exclude pattern is not understood"),
-        (["build", "code", "TREE", "--model", "TREE"], 1, "tokenizer.json"),
+        (["build", "code", "TREE", "--model", "TREE"], 2, "draftloom: tokenizer.json"),
+        (["build", "code", "TREE", "--model", "no-such-model"], 2, "draftloom: no such model: no-such-model"),
+        (["build", "code", "TREE", "--revision", "v1"], 2, "no such revision here"),
         (["build", "code", "TREE", "--max-file-size", "0"], 2, "max-file-size"),
         (["build", "code", "TREE/blob.bin", "--model", "MODEL"], 1, "nothing to index"),
         (["build", "code"], 2, "Missing argument"),
@@ -241,6 +287,12 @@ def test_help_tells_about_every_option(shell: Shell) -> None:
         "--exclude",
         "--max-file-size",
         "--generated",
+        "--near-duplicates",
+        "--exclude-licence",
+        "--revision",
+        "--field",
+        "--role",
+        "--chat",
         "--dry-run",
         "--explain",
         "--store",

@@ -116,7 +116,7 @@ def test_copies_and_twins_are_stored_once(found: dict[str, Found]) -> None:
 
 
 def test_near_copies_are_found_if_wanted(ugly: Path) -> None:
-    """All forty that differ in a line from one before; of those that share a licence header, only what says the same beside it."""
+    """All forty that differ in a line; of those that share a licence header, only what hardly differs beside it."""
     options = BuildOptions(near_duplicates=True, include=("dup/*", "license/*"))
     near = {f.decision.name: f.decision.reason for f in Survey(open_sources([str(ugly / "tree")], options), options)}
     assert sum(reason is Reason.NEAR_DUPLICATE for name, reason in near.items() if name.startswith("dup/near")) == 40
