@@ -20,17 +20,14 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from _common import PLAIN, Mode, Run, console, data_folder, load_target, make_engine, price, run, turns
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -39,74 +36,14 @@ from corpora.build import build
 from corpora.catalog import Catalog
 from engine.acceptance import SamplingParams
 from engine.app import Engine, prepare_process
-from engine.config import Config, CorporaSettings, MemorySettings, ModelSettings, SpeculationSettings
-from engine.models import resolve
-from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions
+from engine.requests import GenerationRequest, SpeculationOptions
 from engine.text import Tokenizer
-from engine.tree import CostCurve
 
 PAIRS = {
     "pydantic": ("pydantic", "2.11.5", "2.13.4"),
     "django-docs": ("django", "4.2", "5.2", "--only", "docs"),
     "django": ("django", "4.2", "5.2", "--only", "code"),
 }
-PLAIN = "plain"
-
-console = Console(stderr=True)
-
-
-@dataclass
-class Run:
-    """One prompt in one mode."""
-
-    tokens: tuple[int, ...]
-    decode: float
-    first: float
-    total: float
-    final: Final
-    sources: Counter[str]
-
-
-@dataclass
-class Mode:
-    """All runs of one mode over a pair."""
-
-    name: str
-    runs: list[Run] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(len(run.tokens) for run in self.runs) / sum(run.decode for run in self.runs)
-
-    @property
-    def tokens_per_step(self) -> float:
-        return sum(len(run.tokens) for run in self.runs) / sum(run.final.statistics.num_steps for run in self.runs)
-
-    @property
-    def mean_tokens_per_step(self) -> float:
-        """The mean over prompts, in which easy prompts weigh as much as hard ones; `tokens_per_step` is the mean over steps."""
-        return sum(len(run.tokens) / run.final.statistics.num_steps for run in self.runs) / len(self.runs)
-
-    @property
-    def nodes_per_step(self) -> float:
-        steps = sum(run.final.statistics.num_steps for run in self.runs)
-        return sum(run.final.statistics.num_nodes for run in self.runs) / steps
-
-    @property
-    def draft_time_share(self) -> float:
-        return sum(run.final.statistics.draft_seconds for run in self.runs) / sum(run.decode for run in self.runs)
-
-    def speedup(self, plain: Mode) -> float:
-        """Median of the per-prompt ratios of tokens/s in decoding."""
-        return median(b.decode / len(b.tokens) * len(a.tokens) / a.decode for a, b in zip(self.runs, plain.runs, strict=True))
-
-    def total_speedup(self, plain: Mode) -> float:
-        """Ratio of all decoding time."""
-        return self.tokens_per_second / plain.tokens_per_second
-
-    def end_to_end(self, plain: Mode) -> float:
-        """Median of the per-prompt ratios of the whole request's time."""
-        return median(b.total / a.total for a, b in zip(self.runs, plain.runs, strict=True))
 
 
 def make_pair(name: str) -> tuple[str, Path, Path]:
@@ -116,7 +53,7 @@ def make_pair(name: str) -> tuple[str, Path, Path]:
         if not completions:
             sys.exit(f"no such pair: {name}; name one of {', '.join(PAIRS)}, or give FOLDER,COMPLETIONS.jsonl")
         return Path(folder).name, Path(folder), Path(completions)
-    data = Path(os.environ.get("DRAFTLOOM_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    data = data_folder()
     if not (data / "release_pairs.py").exists():
         sys.exit(f"release_pairs.py is not in {data}: set DRAFTLOOM_DATA, or give FOLDER,COMPLETIONS.jsonl")
     out = Path(tempfile.gettempdir()) / f"draftloom-pair-{name}"
@@ -140,33 +77,17 @@ def prompts(path: Path, num: int, cut: str, tokenizer: Tokenizer, most: int) -> 
     return chosen
 
 
-async def run(engine: Engine, prompt: str, args: argparse.Namespace, speculate: bool) -> Run:
+async def complete(engine: Engine, prompt: str, args: argparse.Namespace, speculate: bool) -> Run:
     """One completion."""
-    options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else ())
     request = GenerationRequest(
         tenant="default",
         prompt=prompt,
         max_tokens=args.tokens,
         sampling=SamplingParams(temperature=args.temperature, seed=1),
         ignore_eos=True,
-        speculation=options,
+        speculation=SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else ()),
     )
-    tokens: list[int] = []
-    sources: Counter[str] = Counter()
-    start = time.perf_counter()
-    first = 0.0
-    async for event in engine.generate(request):
-        if isinstance(event, Chunk):
-            first = first or time.perf_counter() - start
-            tokens.extend(event.tokens)
-            for mask in event.masks:
-                names = [name.partition(":")[0] for s, name in enumerate(event.sources) if mask >> s & 1]
-                sources[" and ".join(sorted(set(names))) or "target"] += 1
-        else:
-            final = event
-    total = time.perf_counter() - start
-    statistics = final.statistics
-    return Run(tuple(tokens), statistics.draft_seconds + statistics.step_seconds, first, total, final, sources)
+    return await run(engine, request)
 
 
 async def compare(name: str, args: argparse.Namespace, target: object, tokenizer: Tokenizer, store: Path) -> dict[str, object]:
@@ -176,27 +97,15 @@ async def compare(name: str, args: argparse.Namespace, target: object, tokenizer
     texts = prompts(completions, args.n, args.cut, tokenizer, target.info.context_length - args.tokens - 1)
     settings = args.nodes.split(",")
     modes = {nodes: Mode(nodes) for nodes in [PLAIN, *settings]}
-    engines = {nodes: make_engine(nodes, args, target, tokenizer, store) for nodes in modes}
+    engines = {nodes: make_engine(args.model, target, tokenizer, store, nodes=nodes) for nodes in modes}
     names = list(modes)
     for i, prompt in enumerate(track(texts, f"{label}: {len(names)} modes", console=console)):
-        for nodes in names[i % len(names) :] + names[: i % len(names)]:
-            target.meter.freeze(CostCurve.flat() if nodes.isdigit() else None)
-            modes[nodes].runs.append(await run(engines[nodes], prompt, args, nodes != PLAIN))
+        for nodes in turns(names, i):
+            price(target, nodes)
+            modes[nodes].runs.append(await complete(engines[nodes], prompt, args, nodes != PLAIN))
     for engine in engines.values():
         await engine.close()
     return report(label, modes, settings[0])
-
-
-def make_engine(nodes: str, args: argparse.Namespace, target: object, tokenizer: Tokenizer, store: Path) -> Engine:
-    """An engine of its own for every mode, so that none learns from another or from an earlier run; the target is shared."""
-    speculation = SpeculationSettings(max_nodes=int(nodes)) if nodes.isdigit() else SpeculationSettings()
-    config = Config(
-        model=ModelSettings(name=args.model),
-        speculation=speculation,
-        corpora=CorporaSettings(store=store),
-        memory=MemorySettings(folder=store / f"memory-{nodes}"),
-    )
-    return Engine(config, target, tokenizer)
 
 
 def figures(mode: Mode, plain: Mode) -> dict[str, object]:
@@ -211,7 +120,7 @@ def figures(mode: Mode, plain: Mode) -> dict[str, object]:
         "mean_tokens_per_step": round(mode.mean_tokens_per_step, 3),
         "nodes_per_step": round(mode.nodes_per_step, 2),
         "draft_time_share": round(mode.draft_time_share, 4),
-        "identical": all(a.tokens == b.tokens for a, b in zip(mode.runs, plain.runs, strict=True)),
+        "identical": mode.num_identical(plain) == len(mode.runs),
     }
 
 
@@ -237,11 +146,8 @@ def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
         table.add_column(column, justify="right")
     table.add_column("by source")
     for mode in modes.values():
-        same = sum(a.tokens == b.tokens for a, b in zip(mode.runs, plain.runs, strict=True))
-        counts = sum((run.sources for run in mode.runs), Counter())
-        shares = ", ".join(f"{source} {count / counts.total():.0%}" for source, count in counts.most_common())
         cells = [format(by_nodes[mode.name][key], form) for key, form in COLUMNS.values()]
-        table.add_row(mode.name, *cells, f"{same}/{len(mode.runs)}", shares)
+        table.add_row(mode.name, *cells, f"{mode.num_identical(plain)}/{len(mode.runs)}", mode.by_source())
     Console(width=max(console.width, 150)).print(table)
     chosen = by_nodes[main]
     speeds = {
@@ -253,14 +159,7 @@ def report(label: str, modes: dict[str, Mode], main: str) -> dict[str, object]:
 
 async def main(args: argparse.Namespace) -> None:
     """Load the model once, run every pair."""
-    from engine.target.local import LocalTarget
-
-    tokenizer = Tokenizer.load(resolve(args.model))
-    with console.status(f"loading {args.model} as {args.dtype}"):
-        target = LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads)
-    curve = target.curve
-    points = ", ".join(f"{rows}: {1000 * seconds:.1f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
-    console.print(f"ms a pass by rows: {points}")
+    tokenizer, target = load_target(args.model, args.dtype, args.threads)
     pairs = {}
     for name in args.pair or ["pydantic", "django-docs"]:
         with tempfile.TemporaryDirectory() as store:
