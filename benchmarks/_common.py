@@ -85,9 +85,12 @@ class Mode:
         return sum(a.tokens == b.tokens for a, b in zip(self.runs, plain.runs, strict=True))
 
     def by_source(self) -> str:
-        """Who drafted what share of the tokens, in words."""
-        counts = sum((run.sources for run in self.runs), Counter[str]())
-        return ", ".join(f"{source} {count / counts.total():.0%}" for source, count in counts.most_common())
+        """Which source drafted what share of the tokens, in words; shares overlap where several did."""
+        shares: Counter[str] = Counter()
+        for sources, count in sum((run.sources for run in self.runs), Counter[str]()).items():
+            shares.update(dict.fromkeys(sources.split(" and "), count))
+        num_tokens = sum(len(run.tokens) for run in self.runs)
+        return ", ".join(f"{source} {count / num_tokens:.0%}" for source, count in shares.most_common())
 
 
 def data_folder() -> Path:

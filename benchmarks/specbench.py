@@ -3,9 +3,9 @@
     python benchmarks/specbench.py --model qwen2.5-coder-1.5b --n 8
     python benchmarks/specbench.py --n 2 --temperatures 0 --sources prompt,recycle --nodes 8
 
-Spec-Bench (Xia et al., arXiv 2401.07851) has 80 questions in each of six categories; `--n` of each are taken, chosen by the hash
-of their ids, the first turn where there are two. They come from the evaluation data (DRAFTLOOM_DATA, or ../shared/data beside the
-repository); without it there is nothing to run, and the script says so.
+Spec-Bench (Xia et al., arXiv 2401.07851) has 80 questions in each of six categories. `--n` of each are taken, chosen by the
+hash of their ids, and of those with two turns the first. They come from the evaluation data (DRAFTLOOM_DATA, or ../shared/data
+beside the repository); without it there is nothing to run, and the script says so.
 
 One process, one copy of the weights, no corpus and no trained drafter. Every question is answered once in each mode, the modes
 in turns; Draftloom begins every temperature with nothing learned and learns from question to question, as a server does.
