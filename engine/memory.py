@@ -187,6 +187,7 @@ class Memory:
             if entry.saved < oldest:
                 with suppress(OSError), _locked(folder):
                     (folder / (entry.name + _SUFFIX)).unlink(missing_ok=True)
+                    (folder / (entry.name + ".damaged")).unlink(missing_ok=True)
             elif entry.name in expire:
                 mark = _mark(folder)
                 arrays = self.load(entry.model, entry.tenant, entry.name)
@@ -311,6 +312,11 @@ class Tenants:
         self._live.move_to_end(key)
         return self._live[key].tenant
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of them take."""
+        return sum(live.tenant.num_bytes for live in self._live.values())
+
     async def save(self) -> None:
         """Write every state that differs from what is on disk."""
         for key, live in list(self._live.items()):
@@ -345,8 +351,7 @@ class Tenants:
     async def _make_room(self, newest: tuple[str, str]) -> None:
         """Save and let go of those that asked longest ago, until the rest fits."""
         while len(self._live) > 1:
-            total = sum(live.tenant.num_bytes for live in self._live.values())
-            if len(self._live) <= _MOST_TENANTS and total <= self._total_bytes:
+            if len(self._live) <= _MOST_TENANTS and self.num_bytes <= self._total_bytes:
                 return
             key, live = next((key, live) for key, live in self._live.items() if key != newest)
             await self._save(key, live)

@@ -1,8 +1,9 @@
 """The `history` source: what followed the end of the context in the answers that this tenant got before.
 
 Each answer is a document of the tenant's pool, and grows while it is given, so that requests at one time see one another's. A
-request does not see its own: that is the `prompt` source's. What the caller asked is not kept, but for a few tokens before each
-answer, by which its beginning is found.
+request sees its own, too, since what it says again counts beside what others said there (on recorded answers, leaving it to the
+`prompt` source was never better). What the caller asked is not kept, but for a few tokens before each answer, by which its
+beginning is found: keeping prompts gained where answers quote documents and lost where they call tools or write SQL.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class HistoryDrafting:
         """See Drafting. Some 10 to 40 microseconds, however much there is."""
         if not self._use:
             return Draft.empty()
-        found = self._pool.lookup(context[-LONGEST:], budget, but=self._document)
+        found = self._pool.lookup(context[-LONGEST:], budget)
         return Draft(found.tokens, found.parents, found.probs, found.lengths, found.counts)
 
     def accept(self, tokens: Sequence[int], feedback: Feedback) -> None:

@@ -28,10 +28,10 @@ _FEWEST_DOCUMENTS = 16
 class HistoryPool:
     """Documents of one owner, within `max_bytes`. Not for several threads at once.
 
-    A document is open while it grows and closed from then on; only closed ones are let go. What goes first is decided by
-    GreedyDual-Size (Cao and Irani, USITS 1997): a document's rank is what it is worth a token, above the rank of the last one
-    that had to go. So what is never of use leaves in the order it came, what drafted well stays longer, and nothing for ever.
-    Worth counts tokens drafted rightly, as `credit` is told.
+    A document is open while it grows and closed from then on; only closed ones are let go. Which goes first is decided as in
+    GreedyDual-Size (Cao and Irani, USITS 1997): a document's rank is what it is worth for its size, above the rank of the last
+    one that had to go, and the lowest goes; of equals, the one touched longest ago. So what was of no use leaves in the order
+    it came, what drafted well stays longer, and nothing stays for ever. `credit` says what a document was of use for.
 
     `max_length` tokens of context are compared at most, `probes` occurrences an order looked at, `depth` tokens of each
     drafted. Memory: 48 to 56 bytes a token; it begins small and doubles up to `max_bytes`.
@@ -67,7 +67,7 @@ class HistoryPool:
         return sum(array.nbytes for array in self._places) + self._free.nbytes + self._table.nbytes
 
     def begin(self, lead: Sequence[int] | Tokens = (), *, born: float = 0.0) -> int:
-        """Open a document and return its number, for `append`, `lookup` and `close`.
+        """Open a document and return its number, for `append`, `credit` and `close`.
 
         `lead` is what stood before it: matched, so that the beginning of the document is found, too, but what continues a match
         that ends inside it is not looked for. `born` is when, in any unit: see `expire`.
@@ -102,7 +102,7 @@ class HistoryPool:
     def credit(self, context: Tokens, emitted: Tokens, *, but: int = -1) -> None:
         """`emitted` (int32 [m]) came after `context` (int32 [n]): the document that said the same, if one did, is worth more.
 
-        `but` is the document that `emitted` belongs to. Some 5 to 20 microseconds.
+        `but` is the document that says so itself. Some 5 to 20 microseconds.
         """
         document, reached = kernels.credit(
             self._places, np.ascontiguousarray(context, np.int32), emitted, but, self.max_length, self.probes
@@ -112,18 +112,17 @@ class HistoryPool:
             if self._table["rank"][document] < np.inf:
                 self._table["rank"][document] = self._worth(document)
 
-    def lookup(self, context: Tokens, budget: int, *, but: int = -1) -> Continuations:
+    def lookup(self, context: Tokens, budget: int) -> Continuations:
         """At most `budget` nodes that may follow `context` (int32 [n]), from what followed its end in the documents.
 
-        `but` is a document to leave out: the one whose end the context is. Empty context, no match or a budget below 1: no
-        nodes. Some 10 to 40 microseconds, however many documents.
+        The end of a document is no occurrence of itself. Empty context, no match or a budget below 1: no nodes. Some 10 to 40
+        microseconds, however many documents.
         """
         return Continuations.of(
             kernels.lookup(
                 self._places,
                 np.ascontiguousarray(context, np.int32),
                 budget,
-                but,
                 self.max_length,
                 self.probes,
                 self.depth,
@@ -206,11 +205,12 @@ class HistoryPool:
             if capacity < self._most_blocks:
                 self._grow(min(max(2 * capacity, capacity + num_blocks), self._most_blocks))
                 continue
-            document = int(self._table["rank"].argmin())
-            if self._table["rank"][document] == np.inf:
+            lowest = self._table["rank"].min()
+            if lowest == np.inf:
                 return False
-            self._floor = float(self._table["rank"][document])
-            self._drop(document)
+            tied = np.flatnonzero(self._table["rank"] == lowest)
+            self._floor = float(lowest)
+            self._drop(int(tied[self._table["touched"][tied].argmin()]))
         return True
 
     def _grow(self, num_blocks: int) -> None:
@@ -251,7 +251,7 @@ class HistoryPool:
 
     def _worth(self, document: int) -> float:
         row = self._table[document]
-        return self._floor + (_NEW + float(row["gained"])) / float(row["length"])
+        return self._floor + 1.0 + _GAIN * float(row["gained"]) / float(row["length"])
 
     def _read(self, document: int) -> Tokens:
         row = self._table[document]
@@ -286,5 +286,5 @@ _DOCUMENT = np.dtype(
 """A document: its first and last block, tokens, how many of them are lead; when it was born, its rank (infinite while it is
 open), tokens it drafted rightly, and when it was last touched (0: no document)."""
 
-_NEW = 1.0
-"""What a document that drafted nothing yet is worth, in tokens."""
+_GAIN = 1.0
+"""How many times longer a document stays for having drafted as many tokens as it has."""

@@ -109,13 +109,13 @@ def read(places: Places, block: int, tokens: Int32) -> None:
 
 
 @kernel
-def lookup(places: Places, context: Int32, budget: int, own: int, max_length: int, probes: int, depth: int) -> BlendResult:
-    """What followed the end of `context` in all documents but `own`, as `blend` has it.
+def lookup(places: Places, context: Int32, budget: int, max_length: int, probes: int, depth: int) -> BlendResult:
+    """What followed the end of `context` in all documents, as `blend` has it.
 
     For each of the orders, longest first, at most `probes` of the latest occurrences that match in so many tokens and in fewer
     than the next longer order; a chain is left after 4 `probes` steps.
     """
-    found, lengths = _occurrences(places, context, own, max_length, probes)
+    found, lengths = _occurrences(places, context, max_length, probes)
     rows = np.empty((len(found), depth), np.int32)
     for i in range(len(found)):
         _follow(places, int64(found[i]), rows[i])
@@ -124,14 +124,16 @@ def lookup(places: Places, context: Int32, budget: int, own: int, max_length: in
 
 @kernel
 def credit(places: Places, context: Int32, emitted: Int32, own: int, max_length: int, probes: int) -> tuple[int, int]:
-    """(document, tokens): whose text went on with most of `emitted` after the end of `context`, and with how many of them.
+    """(document, tokens): which but `own` went on with most of `emitted` after the end of `context`, and with how many of them.
 
     Looked at is what `lookup` looks at; of equals, the longer match, then the later. (-1, 0) if there is none.
     """
-    found, _ = _occurrences(places, context, own, max_length, probes)
+    found, _ = _occurrences(places, context, max_length, probes)
     row = np.empty(len(emitted), np.int32)
     best, most = -1, 0
     for i in range(len(found)):
+        if places.owner[found[i] // BLOCK] == own:
+            continue
         _follow(places, int64(found[i]), row)
         reached = 0
         while reached < len(row) and row[reached] == emitted[reached]:
@@ -157,7 +159,7 @@ def warmup() -> None:
 
 
 @kernel
-def _occurrences(places: Places, context: Int32, own: int, max_length: int, probes: int) -> tuple[Int32, Int32]:
+def _occurrences(places: Places, context: Int32, max_length: int, probes: int) -> tuple[Int32, Int32]:
     """(places, lengths of match): where what followed the context stands, longest order first, latest first in each."""
     limit = usable_length(context, np.iinfo(np.int32).max, max_length)
     found = np.empty(len(ORDERS) * probes, np.int32)
@@ -171,13 +173,12 @@ def _occurrences(places: Places, context: Int32, own: int, max_length: int, prob
         steps = 0
         taken = 0
         while place >= 0 and steps < 4 * probes and taken < probes:
-            if places.owner[place // BLOCK] != own:
-                length = _agreement(places, place, context, limit)
-                if length >= order and not (o + 1 < len(ORDERS) and length >= ORDERS[o + 1]):
-                    found[num_found] = place
-                    lengths[num_found] = length
-                    num_found += 1
-                    taken += 1
+            length = _agreement(places, place, context, limit)
+            if length >= order and not (o + 1 < len(ORDERS) and length >= ORDERS[o + 1]):
+                found[num_found] = place
+                lengths[num_found] = length
+                num_found += 1
+                taken += 1
             place = int64(places.older[o, place])
             steps += 1
     return found[:num_found], lengths[:num_found]
