@@ -30,15 +30,18 @@ from rich.table import Table
 from corpora.catalog import Catalog, default_store
 from corpora.decisions import Decision, Reason
 from corpora.errors import (
+    BadExport,
     CatalogCorrupt,
     CorpusError,
     CorpusLocked,
     InvalidName,
     InvalidOptions,
     NothingToIndex,
+    OtherTokenizer,
     SourceNotFound,
 )
 from engine.errors import ModelError
+from retriever.errors import FormatError
 
 if TYPE_CHECKING:
     from corpora.build import Progress
@@ -71,7 +74,10 @@ def load_tokenizer(model: str | None) -> tuple[str, Tokenizer]:
     from engine.text import Tokenizer
 
     name = model or DEFAULT_MODEL
-    return name, Tokenizer.load(tokenizer_folder(name, lambda news: say(plain(news))))
+    folder = tokenizer_folder(name, lambda news: say(plain(news)))
+    if folder == Path(name).expanduser():
+        name = str(folder.absolute())  # what is written down must mean the same in any folder
+    return name, Tokenizer.load(folder)
 
 
 def tokenizer_at_hand(model: str | None) -> Tokenizer | None:
@@ -154,15 +160,16 @@ def reporting(as_json: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         say("interrupted; what was active before still is")
         raise typer.Exit(INTERRUPTED) from None
-    except (CorpusError, ModelError) as error:
+    except (CorpusError, ModelError, FormatError) as error:
         if as_json:
             skipped = error.skipped if isinstance(error, NothingToIndex) else {}
             print_json({"error": type(error).__name__, "message": str(error), **({"skipped": skipped} if skipped else {})})
         say(f"draftloom: {plain(str(error))}")
-        raise typer.Exit(_exit_status(error)) from None
+        raise typer.Exit(exit_status(error)) from None
 
 
-def _exit_status(error: Exception) -> int:
+def exit_status(error: Exception) -> int:
+    """What a command that failed so ends with."""
     table: tuple[tuple[type[Exception], int], ...] = (
         (CorpusLocked, LOCKED),
         (CatalogCorrupt, CORRUPT),
@@ -170,6 +177,9 @@ def _exit_status(error: Exception) -> int:
         (InvalidOptions, USAGE),
         (SourceNotFound, USAGE),
         (ModelError, USAGE),
+        (OtherTokenizer, USAGE),
+        (BadExport, CORRUPT),
+        (FormatError, CORRUPT),
     )
     return next((status for kind, status in table if isinstance(error, kind)), FAILED)
 
