@@ -105,6 +105,11 @@ class SpeculationSettings:
         32, "Most candidates in a tree. The measured cost of a pass decides below this; lower it only to experiment."
     )
     sources: tuple[str, ...] = setting(tuple(DRAFTERS), "Sources to draft with. A request may use fewer, never others.")
+    prompt_rows: int = setting(
+        128,
+        "For how many tokens at the end of a prompt the model also says what is likely next, which `recycle` learns from. "
+        "A row costs a tenth to a third of reading its token; 0 asks for none.",
+    )
     deadline_ms: float = setting(
         20.0,
         "How long a step waits for its drafts, in milliseconds. A source that is later is left out of that step. "
@@ -184,6 +189,7 @@ class Config:
         _check(model.threads is None or model.threads >= 1, "model.threads", model.threads, "use 1 or more, or leave it out")
         _check(model.kv_memory >= 1 << 20, "model.kv_memory", model.kv_memory, "use at least 1 MiB")
         _check(0 <= speculation.max_nodes <= 256, "speculation.max_nodes", speculation.max_nodes, "use 0 (no drafts) to 256")
+        _check(0 <= speculation.prompt_rows <= 4096, "speculation.prompt_rows", speculation.prompt_rows, "use 0 (none) to 4096")
         _check(speculation.deadline_ms > 0, "speculation.deadline_ms", speculation.deadline_ms, "use more than 0 milliseconds")
         for source in speculation.sources:
             _check(source in DRAFTERS, "speculation.sources", source, f"there are {', '.join(DRAFTERS)}")

@@ -463,7 +463,7 @@ def likeliest(logits: Any, out: Any) -> None:
                 bound = best[k - 1]
                 above = 0
                 for j in range(block):
-                    above += np.int32(row[start + j] > bound)
+                    above += row[start + j] > bound
                 if above == 0:
                     continue
             for j in range(start, end):

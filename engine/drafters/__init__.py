@@ -117,5 +117,7 @@ DRAFTERS: Mapping[str, str] = {
     "corpus": "engine.drafters.corpus:CorpusDrafter",
     "prompt": "engine.drafters.prompt:PromptDrafter",
     "history": "engine.drafters.history:HistoryDrafter",
+    "recycle": "engine.drafters.recycle:RecycleDrafter",
+    "lookahead": "engine.drafters.lookahead:LookaheadDrafter",
 }
 """Name of every source -> where its drafter is; imported only when used."""

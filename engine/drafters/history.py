@@ -105,6 +105,6 @@ def without_old(saved: Arrays, oldest: float) -> dict[str, NDArray[Any]]:
     try:
         keep = saved["born"] >= oldest
         tokens = saved["tokens"][np.repeat(keep, saved["lengths"])]
+        return {"tokens": tokens, **{name: saved[name][keep] for name in ("lengths", "leads", "born", "gained")}}
     except (KeyError, ValueError, IndexError, TypeError):
         return {}
-    return {"tokens": tokens, **{name: saved[name][keep] for name in ("lengths", "leads", "born", "gained")}}

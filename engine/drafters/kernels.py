@@ -47,7 +47,7 @@ def key_of(before: int, token: int) -> Any:
 @_jit
 def find(keys: Any, key: Any) -> int:
     """The place of `key` in `keys` (uint64 [2^b], 0 where nothing is), -1 if it is not there."""
-    start = np.int64((key >> uint64(8)) & uint64(len(keys) // WAYS - 1)) * WAYS
+    start = _set_of(keys, key)
     for place in range(start, start + WAYS):
         if keys[place] == key:
             return place
@@ -55,10 +55,15 @@ def find(keys: Any, key: Any) -> int:
 
 
 @_jit
+def _set_of(keys: Any, key: Any) -> Any:
+    return np.int64((key >> uint64(8)) & uint64(len(keys) // WAYS - 1)) * WAYS
+
+
+@_jit
 def place_for(keys: Any, stamps: Any, key: Any) -> int:
     """Where the row of `key` stands, or else where it may be put: an empty place of its set, or the one stamped first."""
-    start = np.int64((key >> uint64(8)) & uint64(len(keys) // WAYS - 1)) * WAYS
-    best = start
+    start = _set_of(keys, key)
+    best: int = start
     for place in range(start, start + WAYS):
         if keys[place] == key:
             return place
@@ -103,8 +108,8 @@ def put(keys: Any, stamps: Any, rows: Any, key: Any, successors: Any, fresh: int
 def learn(
     keys: Any, stamps: Any, rows: Any, nodes: Any, parents: Any, top_ids: Any, num_lookahead: int, before: int, stamp: int
 ) -> int:
-    """Put the rows of a feedback (`nodes`, `parents` int32 [n], `top_ids` int32 [n, k]) under their contexts of one token and of
-    two; returns how many places were taken.
+    """Put the rows of a feedback (`nodes`, `parents` int32 [n], `top_ids` int32 [n, k]) under their contexts of one token and
+    of two; returns how many places were taken.
 
     `before` is the token before the first node, -1 if it is not known. A lookahead row follows a guess: it counts only where
     nothing is known.

@@ -14,13 +14,14 @@ Rows are shared by all requests of a tenant for one model, and by nobody else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.drafters import Drafting, DraftRequest, Feedback, Tokens, kernels
+from engine.memory import Arrays
 from engine.tree import Draft
 
 _FEWEST = 1 << 10
@@ -39,12 +40,14 @@ class Successors:
     Memory: 45 kB at first, 2.9 MB at most; then the rows used longest ago give way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Arrays | None = None) -> None:
+        """Nothing known, or what `arrays` gave. Raises ValueError or KeyError for arrays that are something else."""
         self.hits = np.zeros(kernels.NUM_SIGNS)
         self.trials = np.zeros(kernels.NUM_SIGNS)
         self._allocate(_FEWEST)
         self._num_rows = 0
-        self._stamp = 0
+        if saved is not None:
+            self._restore(saved)
 
     def __len__(self) -> int:
         """How many contexts have a row."""
@@ -55,11 +58,11 @@ class Successors:
         """Memory it takes."""
         return self.keys.nbytes + self.stamps.nbytes + self.rows.nbytes + self.hits.nbytes + self.trials.nbytes
 
-    def learn(self, feedback: Feedback, before: int) -> None:
-        """Keep the rows of a feedback; `before` is the token before its first node, -1 if that is not known. O(rows)."""
+    def learn(self, feedback: Feedback, before: int, now: float) -> None:
+        """Keep the rows of a feedback, heard at `now` (seconds since 1970); `before` is the token before its first node, -1 if
+        that is not known. O(rows)."""
         if not feedback.top_ids.size:
             return
-        self._stamp += 1
         self._num_rows += kernels.learn(
             self.keys,
             self.stamps,
@@ -69,40 +72,44 @@ class Successors:
             np.ascontiguousarray(feedback.top_ids[:, : kernels.K]),
             feedback.num_lookahead,
             before,
-            self._stamp,
+            _minute(now),
         )
         if 2 * self._num_rows > len(self.keys) and len(self.keys) < _MOST:
             self._grow()
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All of it, for `of`: only the places that are taken."""
+        """All of it: the places that are taken."""
         taken = np.flatnonzero(self.keys)
-        columns = {"keys": self.keys[taken], "stamps": self.stamps[taken], "rows": self.rows[taken]}
-        return {**columns, "hits": self.hits.copy(), "trials": self.trials.copy()}
+        return {
+            "keys": self.keys[taken],
+            "stamps": self.stamps[taken],
+            "rows": self.rows[taken],
+            "hits": self.hits.copy(),
+            "trials": self.trials.copy(),
+        }
 
-    @staticmethod
-    def of(arrays: Mapping[str, NDArray[Any]] | None) -> Successors:
-        """What `arrays` gave, or nothing known. Raises ValueError or KeyError for arrays that are something else."""
-        made = Successors()
-        if arrays is None:
-            return made
-        keys, stamps, rows = arrays["keys"], arrays["stamps"], arrays["rows"]
-        counts = np.stack([arrays["hits"], arrays["trials"]])
+    def expire(self, oldest: float) -> None:
+        """Forget rows last heard before `oldest` (seconds since 1970). O(places)."""
+        old = self.stamps < _minute(oldest)
+        self.keys[old], self.stamps[old], self.rows[old] = 0, 0, -1
+        self._num_rows = int(np.count_nonzero(self.keys))
+
+    def _restore(self, saved: Arrays) -> None:
+        keys, stamps, rows = saved["keys"], saved["stamps"], saved["rows"]
+        counts = np.stack([saved["hits"], saved["trials"]])
         num = len(keys)
-        fits = keys.shape == stamps.shape == (num,) and rows.shape == (num, kernels.K) and counts.shape[1:] == made.hits.shape
+        fits = keys.shape == stamps.shape == (num,) and rows.shape == (num, kernels.K) and counts.shape[1:] == self.hits.shape
         types = [array.dtype for array in (keys, stamps, rows, counts)]
         if not fits or num > _MOST or types != [np.uint64, np.int32, np.int32, np.float64]:
             raise ValueError("not a table of successors")
         if np.any(rows < -1) or not np.all((counts[0] >= 0) & (counts[1] >= counts[0]) & np.isfinite(counts[1])):
             raise ValueError("a table of successors with impossible numbers")
-        size = len(made.keys)
+        size = len(self.keys)
         while size < 2 * num and size < _MOST:
             size *= 2
-        made._allocate(size)
-        made._num_rows = kernels.rehash(keys, stamps, rows, made.keys, made.stamps, made.rows)
-        made._stamp = int(stamps.max(initial=0))
-        made.hits[:], made.trials[:] = counts
-        return made
+        self._allocate(size)
+        self._num_rows = kernels.rehash(keys, stamps, rows, self.keys, self.stamps, self.rows)
+        self.hits[:], self.trials[:] = counts
 
     def _allocate(self, size: int) -> None:
         self.keys = np.zeros(size, np.uint64)
@@ -123,15 +130,31 @@ class RecycleDrafter:
     top_k = kernels.K
 
     def begin(self, request: DraftRequest) -> Sequence[tuple[str, Drafting]]:
-        """Always one: the first verified rows are something to work with."""
-        return [(self.name, RecycleDrafting(request.context, Successors()))]
+        """Always one: the first verified rows are something to work with.
+
+        A request that is not learned from has a copy of the rows; one that may not use what was learned begins with none.
+        """
+        memory = request.memory
+        shared = memory.state(self.name, Successors)
+        shared.expire(memory.oldest)
+        if request.use_history:
+            successors = shared if request.learn else Successors(shared.arrays())
+        else:
+            successors = Successors()
+        others = [shared] if request.learn and successors is not shared else []
+        return [(self.name, RecycleDrafting(request.context, successors, others, memory.now))]
 
 
 class RecycleDrafting:
-    """One request's place in the rows: its last two tokens, what was likely there and not said, what is frequent."""
+    """One request's place in the rows: its last two tokens, what was likely there and not said, what is frequent.
 
-    def __init__(self, context: Tokens, successors: Successors) -> None:
+    It drafts from `successors`; `others` learn what they do.
+    """
+
+    def __init__(self, context: Tokens, successors: Successors, others: Sequence[Successors] = (), now: float = 0.0) -> None:
         self._successors = successors
+        self._others = others
+        self._now = now
         self._missed = np.full((2, kernels.K), -1, np.int32)
         self._tokens = np.full(_NUM_COMMON, -1, np.int32)
         self._weights = np.zeros(_NUM_COMMON)
@@ -180,10 +203,13 @@ class RecycleDrafting:
                 emitted,
                 _KEEP,
             )
-            self._miss(emitted, feedback)
-            known.learn(feedback, before)
+            self._follow(emitted, feedback)
         else:
-            known.learn(feedback, -1)
+            before, said = -1, [*feedback.nodes[1:].tolist(), root]
+            for row in range(max(len(feedback.top_ids) - 2, 0), len(feedback.top_ids)):
+                self._miss(feedback.top_ids[row], said[row])
+        for table in (known, *self._others):
+            table.learn(feedback, before, self._now)
         self._advance(emitted)
 
     def close(self) -> None:
@@ -194,15 +220,33 @@ class RecycleDrafting:
             self._last = np.concatenate([self._last, emitted])[-2:]
             kernels.count_common(self._tokens, self._weights, emitted, _KEEP_COMMON, self._common)
 
-    def _miss(self, emitted: Tokens, feedback: Feedback) -> None:
-        """What was likely along the path and not said, the last position first."""
-        num = len(feedback.nodes) - feedback.num_lookahead
+    def _follow(self, emitted: Tokens, feedback: Feedback) -> None:
+        """Note what was likely along the path of the emitted tokens and not said."""
+        num = len(feedback.top_ids) - feedback.num_lookahead
         node = 0
-        for depth, said in enumerate(emitted.tolist()):
-            if node >= num or not feedback.top_ids.size:
+        for said in emitted.tolist():
+            if node >= num:
                 return
-            others = [token for token in feedback.top_ids[node, : kernels.K].tolist() if token != said]
-            self._missed = np.stack([np.array((others + [-1] * kernels.K)[: kernels.K], np.int32), self._missed[0]])
-            if depth + 1 < len(emitted):
-                below = np.flatnonzero((feedback.parents[:num] == node) & (feedback.nodes[:num] == said))
-                node = int(below[0]) if len(below) else num
+            self._miss(feedback.top_ids[node], said)
+            below = np.flatnonzero((feedback.parents[:num] == node) & (feedback.nodes[:num] == said))
+            node = int(below[0]) if len(below) else num
+
+    def _miss(self, likely: NDArray[np.int32], said: int) -> None:
+        others = likely[likely != said][: kernels.K]
+        missed = np.full((2, kernels.K), -1, np.int32)
+        missed[0, : len(others)], missed[1] = others, self._missed[0]
+        self._missed = missed
+
+
+def without_old(saved: Arrays, oldest: float) -> dict[str, NDArray[Any]]:
+    """Saved rows without those last heard before `oldest`. Raises nothing: what makes no sense is left out whole."""
+    try:
+        known = Successors(saved)
+    except (KeyError, ValueError):
+        return {}
+    known.expire(oldest)
+    return known.arrays()
+
+
+def _minute(seconds: float) -> int:
+    return int(seconds // 60)

@@ -99,10 +99,15 @@ class StepResult:
 class TargetSequence(Protocol):
     """One sequence open on a worker."""
 
-    curve: CostCurve
-    """The last cost curve seen."""
-    feedback: Feedback
-    """What the target said along the end of the prompt, at most `feedback_prompt` rows; empty if nobody asked."""
+    @property
+    def curve(self) -> CostCurve:
+        """The last cost curve seen."""
+        ...
+
+    @property
+    def feedback(self) -> Feedback:
+        """What the target said along the end of the prompt, at most `feedback_prompt` rows; empty if nobody asked."""
+        ...
 
     async def step(self, tree: CandidateTree) -> StepResult:
         """Verify `tree`, whose root is the last committed token, and commit what the target says.

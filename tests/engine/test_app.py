@@ -368,7 +368,7 @@ def test_tenants_learn_apart(store: Path) -> None:
     assert statistics[0] == statistics[1]
     asyncio.run(used.close())
     assert {(entry.tenant, entry.name) for entry in Memory(default_root()).entries()} == {
-        (tenant, name) for tenant in ("a", "b") for name in ("calibration", "history")
+        (tenant, name) for tenant in ("a", "b") for name in ("calibration", "history", "recycle")
     }
 
 
