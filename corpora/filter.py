@@ -45,6 +45,16 @@ LOCK_FILES = frozenset(
         "pdm.lock", "pixi.lock", "pnpm-lock.yaml", "poetry.lock", "pubspec.lock", "uv.lock", "yarn.lock",
     }
 )  # fmt: skip
+BINARY_ENDINGS = frozenset(
+    {
+        ".7z", ".a", ".avi", ".bmp", ".bz2", ".class", ".dll", ".doc", ".docx", ".dylib", ".eot", ".exe", ".flac",
+        ".gguf", ".gif", ".gz", ".h5", ".ico", ".jar", ".jpeg", ".jpg", ".lib", ".mov", ".mp3", ".mp4", ".npy", ".npz", ".o",
+        ".onnx", ".otf", ".parquet", ".pdf", ".png", ".pptx", ".pt", ".pth", ".pyc", ".pyd", ".pyo", ".rar", ".safetensors",
+        ".so", ".tar", ".tgz", ".tif", ".tiff", ".ttf", ".war", ".wav", ".wasm", ".webm", ".webp", ".whl", ".woff", ".woff2",
+        ".xlsx", ".xz", ".zip", ".zst",
+    }
+)  # fmt: skip
+"""Files that are never text: leaving them out by their name saves reading them."""
 MINIFIED_NAMES = ("*.min.js", "*.min.css", "*.min.mjs", "*-min.js", "*.bundle.js")
 GENERATED_NAMES = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*.pb.go", "*.pb.cc", "*.pb.h", "*.js.map", "*.css.map")
 
@@ -101,6 +111,8 @@ def refuse_name(name: str, options: BuildOptions = BuildOptions()) -> Refusal | 
         return Refusal(Reason.LOCK_FILE)
     if named_like_a_secret(name):
         return Refusal(Reason.SECRET, "by its name")
+    if os.path.splitext(name)[1].lower() in BINARY_ENDINGS:
+        return Refusal(Reason.BINARY, "by its name")
     if _MINIFIED_NAME.match(name):
         return Refusal(Reason.MINIFIED, "by its name")
     if not options.generated and _GENERATED_NAME.match(name):

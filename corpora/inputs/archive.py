@@ -158,7 +158,7 @@ class TarSource(_Archive):
                 return
             if count == MAX_MEMBERS:
                 raise _TooMuch(f"more than {MAX_MEMBERS:,} members")
-            archive.members = archive.members[-1:]  # it would remember all of them
+            archive.members.clear()  # type: ignore[attr-defined]  # it would remember all of them
             if info.isdir():
                 continue
             kind = None if info.isreg() else Reason.SYMLINK if info.issym() or info.islnk() else Reason.SPECIAL_FILE

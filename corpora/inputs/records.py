@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from corpora.decisions import Decision, Reason
 from corpora.filter import Part, Refusal, Text, divide, whole_characters
@@ -54,16 +54,14 @@ class RecordsSource:
     def entries(self) -> Iterator[Entry]:
         """In the file's order. A line longer than `max_file_size` is one decision, and never in memory as a whole."""
         try:
-            with self._open() as file:
-                stamp = stamp_of(self.path.stat())
+            with open(self.path, "rb") as raw:
+                stamp = stamp_of(os.fstat(raw.fileno()))
+                file = gzip.GzipFile(fileobj=raw) if self.path.name.lower().endswith(".gz") else raw
                 for number, line, size in _lines(file, self.options.max_file_size):
                     decision = Decision(self.path / str(number), f"{self.name}#{number}", True, num_bytes=size, stamp=stamp)
                     yield Entry(decision, partial(self._read, line))
         except (OSError, EOFError, zlib.error) as error:
             yield unreadable(self.path, self.name, error)
-
-    def _open(self) -> IO[bytes]:
-        return gzip.open(self.path) if self.path.name.lower().endswith(".gz") else open(self.path, "rb")
 
     def _read(self, line: bytes | None) -> Text | Refusal:
         if line is None:
@@ -148,7 +146,7 @@ def _clean(text: str) -> str:
     return whole_characters(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def _lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | None, int]]:
+def _lines(file: BinaryIO | gzip.GzipFile, max_bytes: int) -> Iterator[tuple[int, bytes | None, int]]:
     """(number, line, its bytes) of every line that is not blank; None for a line of more than `max_bytes`, which is skipped."""
     number = 0
     while line := file.readline(max_bytes + 1):
