@@ -73,6 +73,32 @@ class Document:
 
 
 @dataclass(frozen=True, eq=False)
+class Occurrence:
+    """One place where something was found: in which document (its index and name), so many tokens in, and the tokens before and
+    after (int32 [n], within the document).
+    """
+
+    document: int
+    name: str
+    offset: int
+    before: Tokens
+    after: Tokens
+
+
+@dataclass(frozen=True)
+class SuffixStatistics:
+    """What suffixes of one length found besides themselves: how many were asked, the share that found something, and how many
+    other occurrences in the mean and in the median.
+    """
+
+    length: int
+    num_samples: int
+    share_found: float
+    mean_found: float
+    median_found: float
+
+
+@dataclass(frozen=True, eq=False)
 class Segment:
     """The mapped arrays of a segment, found to agree in size. `files` has them by the endings of `format.KINDS`.
 
@@ -289,6 +315,99 @@ class Datastore:
         del segments
         return match
 
+    def search(self, key: Tokens, limit: int = 20, *, around: int = 16) -> list[Occurrence]:
+        """Where the tokens `key` (int32 [n]) occur: at most `limit` places, evenly spread over all, by document and place.
+
+        Empty key, no token of the vocabulary, or no occurrence: []. Cost: a search, and reading `limit` places. Raises Closed.
+        """
+        _positive(limit=limit, around=around)
+        intervals = self._intervals(key)
+        total = sum(count for _, _, _, count in intervals)
+        wanted = [kernels.sample_place(i, total, min(limit, total)) for i in range(min(limit, total))]
+        found, before, first_document = [], 0, 0
+        for segment, low, high, count in intervals:
+            for place in (at - before for at in wanted if before <= at < before + count):
+                index = kernels.nth_left(segment.left, segment.ranks, low, high, place)
+                position = int(segment.order[index]) if index >= 0 else -1
+                document = int(np.searchsorted(segment.offsets, position, "right")) - 1
+                if not 0 <= document < len(segment.offsets) - 1:
+                    continue
+                tokens = unpack_tokens(segment.packed(document), self._width).astype(np.int32)
+                offset = position - int(segment.offsets[document])
+                end = offset + len(key)
+                rank = int(np.searchsorted(segment.living, document))
+                found.append(
+                    Occurrence(
+                        first_document + rank,
+                        segment.name(document),
+                        offset,
+                        tokens[max(0, offset - around) : offset],
+                        tokens[end : end + around],
+                    )
+                )
+            before += count
+            first_document += len(segment.living)
+        return sorted(found, key=lambda occurrence: (occurrence.document, occurrence.offset))
+
+    def count(self, key: Tokens) -> int:
+        """How often the tokens `key` (int32 [n]) occur, exactly; 0 for an empty key or one that is no text. Raises Closed."""
+        return sum(count for _, _, _, count in self._intervals(key))
+
+    def next_tokens(self, key: Tokens, limit: int = 1 << 20) -> tuple[Tokens, NDArray[np.int64]]:
+        """The tokens (int32 [m]) that follow `key` (int32 [n]) and how often each does (int64 [m]), most frequent first.
+
+        Counts are exact; what ends with its document has no next token. No occurrence: none. At most `limit` of a segment,
+        those with the smallest ids. Cost: O(m log n). Raises Closed.
+        """
+        _positive(limit=limit)
+        pairs = [
+            kernels.next_tokens(s.text, self._width, s.order, s.left, s.ranks, len(key), low, high, limit)
+            for s, low, high, _ in self._intervals(key)
+        ]
+        tokens, where = np.unique(np.concatenate([p[:, 0] for p in pairs] or [np.zeros(0, np.int64)]), return_inverse=True)
+        counts = np.zeros(len(tokens), np.int64)
+        np.add.at(counts, where, np.concatenate([p[:, 1] for p in pairs] or [np.zeros(0, np.int64)]))
+        order = np.lexsort((tokens, -counts))
+        return tokens[order].astype(np.int32), counts[order]
+
+    def suffix_statistics(
+        self, lengths: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), *, samples: int = 1000, seed: int = 0
+    ) -> list[SuffixStatistics]:
+        """What a suffix of each of `lengths` tokens finds on average besides itself, from places of the text drawn evenly.
+
+        Lengths longer than any document that was drawn are left out. Some ten microseconds a sample and length. Raises Closed.
+        """
+        _positive(samples=samples, **{"lengths": min(lengths, default=1)})
+        segments = [segment for segment in self._mapped() if segment.num_tokens]
+        if not segments:
+            return []
+        rng = np.random.default_rng(seed)
+        shares = np.array([segment.num_tokens for segment in segments], np.float64)
+        counts: dict[int, list[int]] = {length: [] for length in lengths}
+        for number in rng.choice(len(segments), samples, p=shares / shares.sum()):
+            segment = segments[number]
+            place = kernels.nth_left(segment.left, segment.ranks, 0, len(segment.order), int(rng.integers(segment.num_tokens)))
+            position = int(segment.order[place])
+            document = int(np.searchsorted(segment.offsets, position, "right")) - 1
+            if place < 0 or not 0 <= document < len(segment.offsets) - 1:
+                continue
+            tokens = unpack_tokens(segment.packed(document), self._width).astype(np.int32)
+            end = position - int(segment.offsets[document]) + 1
+            for length in lengths:
+                if length <= end:
+                    counts[length].append(self.count(tokens[end - length : end]) - 1)
+        return [
+            SuffixStatistics(
+                length,
+                len(found),
+                float(np.mean(np.array(found) > 0)),
+                float(np.mean(found)),
+                float(np.median(found)),
+            )
+            for length, found in counts.items()
+            if found
+        ]
+
     def document_name(self, index: int) -> str:
         """What document `index` (0 to num_documents - 1) was called when the corpus was built. Raises IndexError, Closed."""
         segment, i = self._document(index)
@@ -351,6 +470,16 @@ class Datastore:
         if segments is None:
             raise Closed(f"datastore was closed: {self.path}; open it again")
         return segments
+
+    def _intervals(self, key: Tokens) -> list[tuple[Segment, int, int, int]]:
+        """(segment, low, high, count of what is left) for every segment; none for a key that is no text."""
+        tokens = np.ascontiguousarray(key, np.int32)
+        segments = self._mapped()
+        if not len(tokens) or kernels.usable_length(tokens, self.vocab_size, len(tokens)) < len(tokens):
+            return []
+        intervals = np.zeros((len(segments), 3), np.int64)
+        kernels.count_matches(self._described, self._width, tokens, intervals)
+        return [(segment, low, high, left) for segment, (low, high, left) in zip(segments, intervals.tolist(), strict=True)]
 
     def _document(self, index: int) -> tuple[Segment, int]:
         remaining = index

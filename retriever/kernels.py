@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     def njit(**options: Any) -> Callable[[Function], Function]: ...
 
-    def intrinsic(function: Callable[..., Any]) -> Callable[[Any], Any]: ...
+    def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]: ...
 
     def carray(pointer: Any, shape: Any, dtype: type[np.generic]) -> NDArray[Any]: ...
 
@@ -59,6 +59,8 @@ Float64 = NDArray[np.float64]
 BlendResult = tuple[Int32, Int32, Float32, Int32, Int32]
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
+inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+"""For the few lines that a loop runs over and over: a call costs more than they do."""
 
 MAX_EVIDENCE_LENGTH = 64
 """Match lengths reported beside a node stop here."""
@@ -112,6 +114,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     # and every group is again a run, that of a child. The runs of a node's children lie inside its own, so one array does for
     # all.
     keys = np.arange(num_rows)
+    room = np.empty(num_rows, np.int64)
     child_weight = np.empty((num_rows, num_levels), np.float64)
     own_weight = np.empty(num_levels, np.float64)
     child_prob = np.empty(num_rows, np.float64)
@@ -145,7 +148,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                 if token >= 0:
                     keys[end] = int64(token) << 32 | row
                     end += 1
-            _sort(keys, low, end)
+            _sort(keys, low, end, room)
             num_children = 0
             top = -1
             bottom = num_levels
@@ -240,16 +243,51 @@ def _levels(lengths: Int32) -> tuple[Int64, Int64]:
 
 
 @kernel
-def _sort(keys: Int64, low: int, high: int) -> None:
-    """Sort keys[low:high] in place: a shell sort, short, and quick for the few hundred keys there are."""
-    for gap in (132, 57, 23, 10, 4, 1):
-        for i in range(low + gap, high):
-            key = keys[i]
-            at = i
-            while at >= low + gap and keys[at - gap] > key:
-                keys[at] = keys[at - gap]
-                at -= gap
-            keys[at] = key
+def _sort(keys: Int64, low: int, high: int, room: Int64) -> None:
+    """Sort keys[low:high] in place, with `room` as large as `keys` to work in.
+
+    Occurrences from a suffix order come as a few ascending runs, one a class and segment: those are merged two by two, O(n log
+    runs). Others get a shell sort, short, and quick for the few hundred keys there are.
+    """
+    num_runs = 1
+    for i in range(low + 1, high):
+        num_runs += keys[i] < keys[i - 1]
+    if num_runs > 16:
+        for gap in (132, 57, 23, 10, 4, 1):
+            for i in range(low + gap, high):
+                key = keys[i]
+                at = i
+                while at >= low + gap and keys[at - gap] > key:
+                    keys[at] = keys[at - gap]
+                    at -= gap
+                keys[at] = key
+        return
+    while num_runs > 1:
+        num_runs = 0
+        begin = low
+        while begin < high:
+            middle = begin + 1
+            while middle < high and keys[middle] >= keys[middle - 1]:
+                middle += 1
+            end = min(middle + 1, high)
+            while end < high and keys[end] >= keys[end - 1]:
+                end += 1
+            room[begin:middle] = keys[begin:middle]
+            left, right, at = begin, middle, begin
+            while left < middle and right < end:
+                if room[left] <= keys[right]:
+                    keys[at] = room[left]
+                    left += 1
+                else:
+                    keys[at] = keys[right]
+                    right += 1
+                at += 1
+            while left < middle:
+                keys[at] = room[left]
+                left += 1
+                at += 1
+            num_runs += 1
+            begin = end
 
 
 @kernel
@@ -300,14 +338,15 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _big_endian(typing_context: Any, address: Any) -> Any:
-    """The eight bytes at an address (int64, of any alignment) as a uint64, the first one highest."""
+def _big_endian(typing_context: Any, text: Any, at: Any) -> Any:
+    """text[at : at + 8], inside the array (uint8, contiguous), as a uint64, the first byte highest."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(64).as_pointer())
         return builder.bswap(builder.load(pointer, align=1))
 
-    return types.uint64(types.int64), codegen
+    return types.uint64(text, types.int64), codegen
 
 
 @intrinsic
@@ -341,18 +380,18 @@ def _late(end: int) -> bool:
 # Text on disk
 
 
-@kernel
+@inlined
 def _eight_bytes(text: Bytes, at: int) -> Any:
     """uint64: the bytes from `at` >= 0 on, the first one highest; 0 where the text has ended."""
     if at + 8 <= len(text):
-        return _big_endian(text.ctypes.data + at)
+        return _big_endian(text, at)
     word = np.uint64(0)
     for i in range(at, len(text)):
         word |= np.uint64(text[i]) << np.uint64(56 - 8 * (i - at))
     return word
 
 
-@kernel
+@inlined
 def token_at(text: Bytes, width: int, position: int) -> int:
     """The token at `position`, which must be inside the text."""
     return int64(_eight_bytes(text, position * width) >> np.uint64(64 - 8 * width))
@@ -370,7 +409,7 @@ def pack_key(key: Int32, width: int) -> UInt64:
     return words
 
 
-@kernel
+@inlined
 def compare(text: Bytes, width: int, position: int, words: UInt64, num_tokens: int) -> int:
     """-1, 0 or 1: the text from `position` on against the first `num_tokens` tokens of a packed key; 0 if it begins with them.
 
@@ -389,7 +428,7 @@ def compare(text: Bytes, width: int, position: int, words: UInt64, num_tokens: i
     return 0 if begin + num_bytes <= len(text) else -1
 
 
-@kernel
+@inlined
 def lower_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens: int, low: int, high: int) -> int:
     """The first index in [low, high) of `order` whose suffix is not below the key; `high` if there is none. O(log n)."""
     while low < high:
@@ -401,7 +440,7 @@ def lower_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens
     return low
 
 
-@kernel
+@inlined
 def upper_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens: int, low: int, high: int) -> int:
     """The first index in [low, high) whose suffix is above the key and does not begin with it, given that those at `low` on are
     not below it. Gallops, so the cost is O(log of the answer), not of the range.
@@ -437,7 +476,7 @@ def token_suffixes(byte_order: Any, width: int, num_tokens: int) -> Int32:
 # is the upper half of the context's hash; two contexts with one tag (1 in 2^32) would cost a draft, nothing else.
 
 
-@kernel
+@inlined
 def hash_context(key: Int32, length: int) -> int:
     """A 64-bit hash of the first `length` tokens of `key`, as a signed number."""
     state = np.uint64(0x9E3779B97F4A7C15) * np.uint64(length)
@@ -449,7 +488,7 @@ def hash_context(key: Int32, length: int) -> int:
     return int64(state)
 
 
-@kernel
+@inlined
 def table_find(table: UInt32, key: Int32, length: int, num_suffixes: int) -> tuple[int, int]:
     """The interval (low, high) the table has for the first `length` tokens of `key`; (0, 0) if it has none. O(1) expected."""
     num_slots = len(table)
@@ -574,7 +613,7 @@ def ranks(left: UInt64) -> UInt64:
     return before
 
 
-@kernel
+@inlined
 def _popcount(word: Any) -> int:
     """How many bits of a uint64 are set."""
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -583,7 +622,7 @@ def _popcount(word: Any) -> int:
     return int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@kernel
+@inlined
 def left_before(left: UInt64, before: UInt64, i: int) -> int:
     """How many of the first i suffixes are left, 0 <= i <= n; `before` is that of `ranks`."""
     block = i >> 9
@@ -595,7 +634,7 @@ def left_before(left: UInt64, before: UInt64, i: int) -> int:
     return total
 
 
-@kernel
+@inlined
 def count_left(left: UInt64, before: UInt64, low: int, high: int) -> int:
     """How many suffixes of the interval are left; all, if the segment lost nothing."""
     if len(left) == 0 or low >= high:
@@ -603,7 +642,7 @@ def count_left(left: UInt64, before: UInt64, low: int, high: int) -> int:
     return max(0, min(high - low, left_before(left, before, high) - left_before(left, before, low)))
 
 
-@kernel
+@inlined
 def nth_left(left: UInt64, before: UInt64, low: int, high: int, k: int) -> int:
     """The place of the k-th suffix (from 0) that is left in the interval; -1 if there is none."""
     if len(left) == 0:
@@ -790,7 +829,6 @@ def lookup(
     intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
     counts = np.empty(num_rungs + 1, np.int64)
     places = np.empty(num_samples, np.int64)
-    owners = np.empty(num_samples, np.int64)
     num_rows = 0
     shortest = max(min_length, 1)
     length = longest_match(segments, width, context, shortest, limit, end, intervals, counts)
@@ -809,17 +847,31 @@ def lookup(
         if count >= max(2 * longer_count, 1):
             first = num_rows
             num_fresh = 0
-            num_taken = _sample(segments, width, length, intervals[slot], count, places[:num_samples], owners)
-            for i in range(num_taken):
-                text = _text(segments[owners[i]])
-                position = places[i]
-                before = longer - length  # a longer match begins so many tokens earlier
-                if longer and compare(text, width, position - before, longer_words, before) == 0:
-                    continue
-                num_fresh += 1
-                if _copy(text, width, vocab_size, position + length, rows[num_rows]):
-                    lengths[num_rows] = length
-                    num_rows += 1
+            num_wanted = min(count, num_samples)
+            before = 0  # occurrences in the segments before this one
+            i = 0
+            for s in range(len(segments)):
+                num_taken = 0
+                while i < num_wanted and sample_place(i, count, num_wanted) < before + intervals[slot, s, 2]:
+                    places[num_taken] = sample_place(i, count, num_wanted) - before
+                    num_taken += 1
+                    i += 1
+                before += intervals[slot, s, 2]
+                if num_taken:
+                    num_rows, fresh = _take(
+                        segments[s],
+                        width,
+                        vocab_size,
+                        length,
+                        intervals[slot, s],
+                        places[:num_taken],
+                        longer,
+                        longer_words,
+                        rows,
+                        num_rows,
+                    )
+                    num_fresh += fresh
+            lengths[first:num_rows] = length
             for i in range(first, num_rows):
                 weights[i] = (count - longer_count) / num_fresh
             if num_rows > first:
@@ -834,47 +886,103 @@ def lookup(
 
 
 @kernel
-def _sample(segments: Int64, width: int, length: int, intervals: Int64, count: int, positions: Int64, owners: Int64) -> int:
-    """Text positions of an even sample of the `count` occurrences in the intervals, and their segments; how many there are.
+def next_tokens(
+    text: Bytes, width: int, order: Int32, left: UInt64, before: UInt64, length: int, low: int, high: int, most: int
+) -> Int64:
+    """int64 [m, 2]: every token that follows the suffixes of an interval `length` tokens in, ascending, and how many of what is
+    left it follows; separators and suffixes that end there are left out. Exact; at most `most` different ones.
 
-    At most as many as there is room for. Three passes, so that the processor waits for many places of memory at once and not
-    for one after the other: where in the order, where in the text, and (in the caller) what is there.
+    O(m log n) comparisons: from the first suffix of a run it gallops to the first of the next.
     """
-    num_wanted = min(count, len(positions))
+    found = np.empty((min(most, max(high - low, 0)), 2), np.int64)
+    num_tokens = len(text) // width
     num_found = 0
-    owner = 0
-    before = 0  # occurrences in the segments before this one
-    for i in range(num_wanted):
-        at = (2 * i + 1) * count // (2 * num_wanted)
-        while at - before >= intervals[owner, 2]:
-            before += intervals[owner, 2]
-            owner += 1
-        segment = segments[owner]
-        place = nth_left(_left(segment), _before_blocks(segment), intervals[owner, 0], intervals[owner, 1], at - before)
-        if place >= 0:
-            _prefetch(segment[2] + 4 * place)
-            positions[num_found] = place
-            owners[num_found] = owner
+    while low < high and num_found < len(found):
+        token = _token_or_none(text, width, num_tokens, order[low], length)
+        step, first, last = 1, low, high  # the run ends between first and last
+        while first + step < high and _token_or_none(text, width, num_tokens, order[first + step], length) <= token:
+            first += step
+            step *= 2
+        last = min(high, first + step)
+        while first + 1 < last:
+            middle = (first + last) // 2
+            if _token_or_none(text, width, num_tokens, order[middle], length) <= token:
+                first = middle
+            else:
+                last = middle
+        count = count_left(left, before, low, last)
+        if count and 0 <= token < (1 << 8 * width) - 1:
+            found[num_found, 0] = token
+            found[num_found, 1] = count
             num_found += 1
-    for i in range(num_found):
-        segment = segments[owners[i]]
-        positions[i] = _order(segment)[positions[i]]
-        _prefetch(segment[0] + (positions[i] + length) * width)
-    return num_found
+        low = last
+    return found[:num_found]
 
 
 @kernel
+def _token_or_none(text: Bytes, width: int, num_tokens: int, position: int, ahead: int) -> int:
+    """The token so far ahead of a position, -1 outside the text."""
+    at = int64(position) + ahead
+    return token_at(text, width, at) if position >= 0 and at < num_tokens else -1
+
+
+@inlined
+def sample_place(i: int, count: int, num_samples: int) -> int:
+    """The i-th of `num_samples` places in the middles of equal parts of [0, count)."""
+    return int64(np.uint64((2 * i + 1) * count) // np.uint64(2 * num_samples))
+
+
+@inlined
+def _take(
+    segment: Int64,
+    width: int,
+    vocab_size: int,
+    length: int,
+    interval: Int64,
+    places: Int64,
+    longer: int,
+    longer_words: UInt64,
+    rows: Int32,
+    num_rows: int,
+) -> tuple[int, int]:
+    """Copy what follows the occurrences at `places` of what is left of an interval (low, high, left) to rows[num_rows:].
+
+    Returns how many rows there are then, and how many occurrences were looked at; those of the `longer` class are not. Three
+    passes, so that the processor waits for many places in memory at once and not for one after the other: where in the order,
+    where in the text, what is there.
+    """
+    text, order, left, before = _text(segment), _order(segment), _left(segment), _before_blocks(segment)
+    low, high = interval[0], interval[1]
+    for i in range(len(places)):
+        places[i] = nth_left(left, before, low, high, places[i]) if len(left) else low + places[i]
+        _prefetch(segment[2] + 4 * places[i])
+    ahead = longer - length if longer else 0  # a longer match begins so many tokens earlier
+    for i in range(len(places)):
+        position = int64(order[places[i]]) if 0 <= places[i] < high else -1
+        places[i] = position
+        _prefetch(segment[0] + (position + length) * width)
+    num_fresh = 0
+    for i in range(len(places)):
+        position = places[i]
+        if longer and compare(text, width, position - ahead, longer_words, ahead) == 0:
+            continue
+        num_fresh += 1
+        num_rows += _copy(text, width, vocab_size, position + length, rows[num_rows])
+    return num_rows, num_fresh
+
+
+@inlined
 def _copy(text: Bytes, width: int, vocab_size: int, position: int, row: Int32) -> bool:
     """Copy the text from `position` on into the row, to the end of the document, and pad with -1. False if nothing follows."""
-    num_tokens = len(text) // width
+    depth = len(row)
+    available = len(text) // width - position if position >= 0 else 0
     i = 0
-    if position >= 0:
-        while i < len(row) and position + i < num_tokens:
-            token = token_at(text, width, position + i)
-            if token >= vocab_size:
-                break
-            row[i] = token
-            i += 1
+    while i < min(depth, available):
+        token = token_at(text, width, position + i)
+        if token >= vocab_size:
+            break
+        row[i] = token
+        i += 1
     row[i:] = -1
     return i > 0
 
@@ -904,7 +1012,7 @@ def pool_extend(text: Int32, begin: int, end: int, heads: Int32, previous: Int32
                 heads[o, bucket] = position
 
 
-@kernel
+@inlined
 def common_suffix(text: Int32, end: int, context: Int32, limit: int) -> int:
     """How many tokens before `end` are the last of the context, at most `limit`."""
     length = 0
@@ -1045,6 +1153,7 @@ def warmup() -> None:
     longest(segments, 1, context, 1)
     ranks(left_suffixes(order, np.array([0, 4], np.int64), np.array([False])))
     lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4, 0)
+    next_tokens(text, 1, order, _NOTHING_LEFT, _NOTHING_LEFT, 1, 0, 1, 1)
     order_faults(text, 1, order, 1, 8)
     all_order_faults(text, 1, order, 255)
     token_suffixes(order, 1, 3)
