@@ -226,8 +226,10 @@ class Engine:
             log.warning("%s", message)
 
     def _choose_drafters(self, request: GenerationRequest) -> tuple[list[Drafter], int]:
-        """The drafters for a request and its most nodes. Raises InvalidRequest for a source this server does not run."""
+        """The drafters for a request and its most nodes. Raises InvalidRequest for what this server does not do."""
         options, settings = request.speculation, self._config.speculation
+        if options.trace and not settings.trace:
+            raise InvalidRequest("this server tells nobody how it drafts; leave it out", "speculation.trace")
         names = self.sources if options.sources is None else options.sources
         unknown = [name for name in names if name not in self._drafters]
         if unknown:

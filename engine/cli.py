@@ -41,7 +41,7 @@ from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.models import cache_root
 
 if TYPE_CHECKING:
-    from draftloom import Completion, Options
+    from draftloom import Completion, Options, Stream
     from engine.config import Config
     from engine.memory import Memory
 
@@ -378,7 +378,10 @@ def trace_command(
     with some_server(server, own) as address, Client(address) as client, progress() as say:
         for i, prompt in enumerate(prompts, start=1):
             say(f"request {i} of {len(prompts)}")
-            answers.append((prompt, client.generate(prompt, **asked)))
+            with client.stream(prompt, **asked) as stream:
+                for _ in stream:
+                    pass
+            answers.append((prompt, _whole(stream, address)))
     _write_page(out, answers)
     print(out)
 
@@ -504,9 +507,7 @@ def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> C
                 else:
                     print(chunk.text, end="", flush=True)
         seconds = time.monotonic() - began
-    answer = stream.completion
-    if answer is None:
-        raise EngineError(f"the answer broke off without a last message: {server}; look at the server's log")
+    answer = _whole(stream, server)
     if out.is_terminal:
         print()
     costs = answer.statistics
@@ -523,6 +524,14 @@ def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> C
         err.print(source_table(costs.sources, num_tokens))
         if painter:
             err.print(legend(source.name for source in costs.sources))
+    return answer
+
+
+def _whole(stream: Stream, server: str) -> Completion:
+    """The answer of a stream that has been read to its end."""
+    answer = stream.completion
+    if answer is None:
+        raise EngineError(f"the answer broke off without a last message: {server}; look at the server's log")
     return answer
 
 

@@ -106,9 +106,14 @@ class SpeculationSettings:
     )
     sources: tuple[str, ...] = setting(tuple(DRAFTERS), "Sources to draft with. A request may use fewer, never others.")
     prompt_rows: int = setting(
-        128,
+        32,
         "For how many tokens at the end of a prompt the model also says what is likely next, which `recycle` learns from. "
         "A row costs a tenth to a third of reading its token; 0 asks for none.",
+    )
+    trace: bool = setting(
+        True,
+        "Whether a request may ask how its steps came about (`draftloom trace`). It is told candidates that came to nothing, "
+        "too: pieces of its corpora and of its tenant's history.",
     )
     deadline_ms: float = setting(
         20.0,

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from draftloom import SourceStatistics
 
-COLOURS = {"corpus": "green", "prompt": "cyan", "history": "yellow"}
-OTHERS = ("magenta", "blue", "bright_red")
+COLOURS = {"corpus": "green", "prompt": "cyan", "history": "yellow", "recycle": "magenta", "lookahead": "blue"}
+OTHERS = ("bright_red", "bright_blue", "bright_yellow", "bright_magenta")
 SEVERAL = "bold"
 """Added to the colour of a token that more than one source drafted."""
 

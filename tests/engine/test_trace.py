@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftloom import Completion, SourceStatistics, Statistics, StepTrace, TraceNode, Usage
+from engine.errors import InvalidRequest
 from engine.requests import Chunk, SpeculationOptions
 from engine.requests import StepTrace as EngineStep
 from engine.trace.page import Traced, label, page, pieces, visible
@@ -77,6 +78,15 @@ def test_a_trace_ends_with_the_answer(tmp_path: Path) -> None:
     assert len(texts) == final.completion_tokens and b"second" in texts[-1]
     assert sum(node.accepted for step in steps for node in step.nodes) == final.statistics.num_accepted
     assert len(chunks[-1].tokens) == len(steps[-1].texts)
+
+
+def test_a_server_may_refuse_to_tell(tmp_path: Path) -> None:
+    """Then the request is refused, naming the field, and one that does not ask is served."""
+    engine = engine_of(Target(), tmp_path, speculation={"trace": False})
+    with pytest.raises(InvalidRequest, match="tells nobody") as caught:
+        ask(engine, request_of(speculation=SpeculationOptions(trace=True)))
+    assert caught.value.field == "speculation.trace"
+    assert ask(engine, request_of())[1].completion_tokens > 0
 
 
 # The page as a file.
