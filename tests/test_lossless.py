@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -28,6 +29,9 @@ from numpy.typing import NDArray
 from engine import acceptance, kernels
 from engine.acceptance import Limits, SamplingParams, Walk, walk
 from engine.calibration import Calibration
+from engine.drafters.lookahead import LookaheadDrafter
+from engine.drafters.prompt import PromptDrafter
+from engine.drafters.recycle import RecycleDrafter
 from engine.target import SequenceRequest, fake
 from engine.target.fake import FakeTarget
 from engine.target.sampling import Sampler
@@ -442,6 +446,21 @@ def perfect_run(target: FakeTarget, request: SequenceRequest) -> tuple[Decoded, 
     found, tally = speculate(target, request, {"spell": spell_source})
     assert found == decode(target, request)
     return found, tally.num_steps
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_output_is_equal_with_what_the_target_leaves_over(name: str) -> None:
+    """Recycled tokens and the lookahead window, which learn from the target's rows: each alone, both, and beside the text."""
+    request = replace(REQUESTS[name], feedback_top_k=8, feedback_prompt=3)
+    for target in targets():
+        plain, _, _ = decode_by_loop(target, REQUESTS[name], [])
+        num_accepted = 0
+        for kinds in ([RecycleDrafter], [LookaheadDrafter], [RecycleDrafter, LookaheadDrafter, PromptDrafter]):
+            found, tally, records = decode_by_loop(target, request, [kind() for kind in kinds])
+            assert found == plain
+            assert not any(record.errors or record.late for record in records)
+            num_accepted += tally.num_accepted
+        assert num_accepted, "the test has no teeth unless something is accepted"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 6, 7])

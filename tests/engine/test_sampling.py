@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from engine.acceptance import Limits, SamplingParams
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.target import TargetInfo
-from engine.target.sampling import Sampler, check_request, feedback, largest
+from engine.target.sampling import Sampler, check_request, feedback, largest, likeliest, prompt_feedback, prompt_rows
+from engine.tree import LookaheadRows
 from tests.engine import oracles
 from tests.oracles import tree_of
 from tests.speculation import request_of
@@ -170,13 +171,40 @@ def test_largest_is_a_stable_full_sort(seed: int, k: int) -> None:
     assert largest(row, k).tolist() == np.argsort(-row, kind="stable")[:k].tolist()
 
 
+@given(st.integers(0, 2**32), st.integers(0, 14), st.sampled_from([5, 12, 64, 300, 1000]))
+def test_the_likeliest_of_many_rows_are_a_stable_full_sort(seed: int, k: int, size: int) -> None:
+    """As `largest`, for each row, whether or not blocks are passed over; -inf and NaN come last."""
+    rng = np.random.default_rng(seed)
+    rows = np.stack([random_logits(rng, size) for _ in range(3)])
+    rows[1, rng.integers(0, size, size // 3)] = -np.inf
+    plain = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+    assert likeliest(rows, k).tolist() == plain.tolist()
+    rows[2, rng.integers(0, size, 3)] = np.nan
+    shown = np.where(np.isnan(rows), -np.inf, rows)
+    assert likeliest(rows, k).tolist() == np.argsort(-shown, axis=1, kind="stable")[:, :k].tolist()
+
+
+def test_the_prompts_rows_are_those_before_its_last_token() -> None:
+    """As many as asked for and there are; their nodes are the prompt's tokens, each the parent of the next."""
+    request = replace(request_of([7, 1, 2, 5]), feedback_top_k=2, feedback_prompt=2)
+    assert prompt_rows(request) == 2
+    found = prompt_feedback(request, [np.array([[3, 2]], np.int32), np.array([[9, 1]], np.int32)])
+    assert (found.nodes.tolist(), found.parents.tolist()) == ([1, 2], [-1, 0])
+    assert found.top_ids.tolist() == [[3, 2], [9, 1]]
+    assert prompt_rows(replace(request, feedback_prompt=99)) == 3
+    assert prompt_rows(replace(request, feedback_top_k=0)) == 0 == prompt_rows(request_of([7]))
+    assert not len(prompt_feedback(request, []).nodes)
+
+
 def test_feedback_has_a_row_for_every_verified_node() -> None:
     """Row i holds the likeliest successors of node i and its token; nobody asking gets empty arrays."""
     tree = tree_of([-1, 0, 1], [7, 1, 2])
     logits = np.array([[0, 3, 2], [9, 1, 1], [1, 1, 1]], np.float32)
     found = feedback(tree, logits[:2], 2)
     assert found.top_ids.tolist() == [[1, 2], [0, 1]]
-    assert found.nodes.tolist() == [7, 1]
+    assert found.nodes.tolist() == [7, 1] and found.parents.tolist() == [-1, 0] and not found.num_lookahead
+    rows = LookaheadRows(np.array([3], np.int32), np.array([-1], np.int32))
+    assert feedback(tree.with_lookahead(rows), np.zeros((4, 3), np.float32), 1).num_lookahead == 1
     assert feedback(tree, logits, 0).top_ids.shape == (0, 0)
 
 

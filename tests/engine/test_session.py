@@ -11,7 +11,7 @@ from engine.acceptance import Limits, walk
 from engine.calibration import Calibration
 from engine.session import Session
 from engine.target import StepResult
-from engine.tree import CandidateTree, CostCurve, Draft, with_room
+from engine.tree import CANDIDATE, LOOKAHEAD, CandidateTree, CostCurve, Draft, LookaheadRows, with_room
 from tests.speculation import chain, random_draft
 
 VOCAB = 5
@@ -103,6 +103,33 @@ def test_the_tree_keeps_to_the_budget_and_to_the_price() -> None:
     assert len(session_of(["a"], max_nodes=2).tree([draft], FREE)) == 3
     assert len(session_of(["a"], max_nodes=0).tree([draft], FREE)) == 1
     assert len(session_of(["a"]).tree([draft], dear)) == 1 + with_room(0)
+
+
+def test_lookahead_rows_stand_behind_what_pays() -> None:
+    """They are asked for once the size of the tree is known, come after its candidates, and are no candidates in the tally."""
+    session = session_of(["a"])
+    curve = CostCurve(np.array([1, 4, 8], np.int32), np.array([1.0, 1.01, 9.0]))
+    asked = []
+
+    def lookahead(num_rows: int, price: CostCurve) -> LookaheadRows:
+        asked.append((num_rows, price))
+        return LookaheadRows(np.array([4, 4], np.int32), np.array([-1, 0], np.int32))
+
+    tree = session.tree([chain([1, 2, 3, 4, 0, 1], 0.9)], curve, lookahead)
+    tree.validate(VOCAB)
+    assert asked == [(4, curve)]
+    assert (len(tree), tree.roles.tolist()) == (6, [CANDIDATE] * 4 + [LOOKAHEAD] * 2)
+    assert tree.parents[4:].tolist() == [0, 4] and not tree.probs[4:].any()
+    session.commit(answer(tree, [1, 2, 0]))
+    assert (session.tally.num_verified, session.tally.num_accepted) == (3, 2)
+    without = session.tree([chain([1, 2, 3, 4, 0, 1], 0.9)], curve, lambda num_rows, price: LookaheadRows.none())
+    assert len(without) > 4 and not without.roles.any(), "without rows there is room for a worker that knows better"
+
+
+def test_plain_decoding_has_no_lookahead_rows() -> None:
+    """With no nodes allowed none are asked for."""
+    session = session_of([], max_nodes=0)
+    assert len(session.tree([], FREE, lambda num_rows, price: LookaheadRows(np.zeros(1, np.int32), -np.ones(1, np.int32)))) == 1
 
 
 def test_a_long_answer_outgrows_the_first_buffer() -> None:

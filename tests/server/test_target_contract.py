@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,7 @@ def asking(
     return SequenceRequest(np.array(prompt, np.int32), sampling or SamplingParams(), limits, "default", **more)
 
 
-def tree_of(
-    root: int, position: int, nodes: Sequence[tuple[int, int]], roles: Sequence[int] | None = None
-) -> CandidateTree:
+def tree_of(root: int, position: int, nodes: Sequence[tuple[int, int]], roles: Sequence[int] | None = None) -> CandidateTree:
     """A tree of (token, parent) pairs under the root, which is parent 0; path probabilities fall evenly."""
     n = len(nodes)
     return CandidateTree(
@@ -235,6 +233,28 @@ def test_a_step_says_what_happened(run: Callable[[Test], None]) -> None:
     run(test)
 
 
+def test_the_prompts_end_is_heard_when_asked_for(run: Callable[[Test], None]) -> None:
+    """Opening returns the likeliest next tokens along the prompt's end, last token left out: those a step gives there."""
+
+    async def test(rig: Rig) -> None:
+        async with rig.target.open(asking(feedback_top_k=3, feedback_prompt=4)) as sequence:
+            feedback = sequence.feedback
+        assert feedback.nodes.tolist() == list(PROMPT[-5:-1]) and feedback.parents.tolist() == [-1, 0, 1, 2]
+        assert feedback.top_ids.shape == (4, 3) and feedback.top_ids.dtype == np.int32 and not feedback.num_lookahead
+        for end in (2, 4):
+            prompt = np.array(PROMPT[: len(PROMPT) - 5 + end], np.int32)
+            async with rig.target.open(replace(asking(feedback_top_k=3), prompt=prompt)) as sequence:
+                step = await sequence.step(tree_of(int(prompt[-1]), len(prompt) - 1, []))
+            assert step.feedback.top_ids[0].tolist() == feedback.top_ids[end - 1].tolist()
+        async with rig.target.open(asking(feedback_top_k=2, feedback_prompt=1000)) as sequence:
+            assert sequence.feedback.nodes.tolist() == list(PROMPT[:-1])
+        for rows, top_k in ((0, 3), (4, 0)):
+            async with rig.target.open(asking(feedback_top_k=top_k, feedback_prompt=rows)) as sequence:
+                assert not len(sequence.feedback.nodes) and sequence.feedback.top_ids.shape == (0, 0)
+
+    run(test)
+
+
 def test_nothing_comes_unasked(run: Callable[[Test], None]) -> None:
     """Without being asked for, there are no logprobs and no feedback; 0 asks for the emitted token's logprob alone."""
 
@@ -283,6 +303,8 @@ def test_lookahead_rows_are_never_accepted(run: Callable[[Test], None]) -> None:
             result = await sequence.step(tree)
             assert result.tokens.tolist() == answer[:1] and not len(result.path)
             assert result.feedback.top_ids[:, 0].tolist() == answer[:3][: len(result.verified)]
+            assert result.feedback.parents.tolist() == tree.parents[result.verified].tolist()
+            assert result.feedback.num_lookahead == len(result.verified) - 1
 
     run(test)
 

@@ -70,6 +70,18 @@ def curves(draw: st.DrawFn) -> CostCurve:
 
 
 @st.composite
+def feedbacks(draw: st.DrawFn, num_rows: int) -> Feedback:
+    top_k = draw(st.integers(0, 4))
+    if not top_k:
+        return Feedback()
+    nodes, parents, top_ids = (
+        np.array(draw(st.lists(numbers, min_size=n, max_size=n)), np.int32)
+        for numbers, n in ((ids, num_rows), (st.integers(-1, 9), num_rows), (ids, num_rows * top_k))
+    )
+    return Feedback(top_ids.reshape(num_rows, top_k), nodes, parents, draw(st.integers(0, num_rows)))
+
+
+@st.composite
 def results(draw: st.DrawFn) -> StepResult:
     def array(n: int) -> Any:
         return np.array(draw(st.lists(ids, min_size=n, max_size=n)), np.int32)
@@ -77,14 +89,14 @@ def results(draw: st.DrawFn) -> StepResult:
     def real(n: int) -> Any:
         return np.array(draw(st.lists(st.floats(allow_nan=False), min_size=n, max_size=n)), np.float64)
 
-    length, verified, top_k, k = (draw(st.integers(lo, 4)) for lo in (0, 1, 0, -1))
+    length, verified, k = (draw(st.integers(lo, 4)) for lo in (0, 1, -1))
     n = length + 1
     return StepResult(
         path=array(length),
         tokens=array(n),
         finish=draw(st.sampled_from(["", STOP, LENGTH])),
         verified=array(verified),
-        feedback=Feedback(array(verified * top_k).reshape(verified, top_k), array(verified)) if top_k else Feedback(),
+        feedback=draw(feedbacks(verified)),
         logprobs=None if k < 0 else Logprobs(real(n), array(n * k).reshape(n, k), real(n * k).reshape(n, k)),
         curve=draw(st.none() | curves()),
         seconds=draw(seconds),
@@ -116,7 +128,7 @@ def test_sequence_requests_survive_the_wire(
 ) -> None:
     """A request arrives as it was: float64 stays float64, or the same seed would give another text."""
     sampling = SamplingParams(temperature, 3, 0.7, 0.1, 1.3, -0.5, 1.7, tuple(sorted(bias.items())), seed)
-    request = SequenceRequest(np.array(prompt, np.int32), sampling, Limits(9, 2, stop_ids), "someone", num_logprobs, 4)
+    request = SequenceRequest(np.array(prompt, np.int32), sampling, Limits(9, 2, stop_ids), "someone", num_logprobs, 4, 5)
     assert equal(target_wire.open_from_wire(sent(target_wire.open_to_wire(request))), request)
 
 
