@@ -34,7 +34,7 @@ class HistoryPool:
     it came, what drafted well stays longer, and nothing stays for ever. `credit` says what a document was of use for.
 
     `max_length` tokens of context are compared at most, `probes` occurrences an order looked at, `depth` tokens of each
-    drafted. Memory: 48 to 56 bytes a token; it begins small and doubles up to `max_bytes`.
+    drafted. Memory: 56 bytes a token, and twice that while it grows; it begins small and doubles up to `max_bytes`.
     """
 
     def __init__(self, max_bytes: int, *, max_length: int = 32, probes: int = 64, depth: int = 16) -> None:
