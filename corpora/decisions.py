@@ -74,7 +74,7 @@ _MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What was decided about one file, or about a folder as a whole.
 

@@ -19,19 +19,22 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 import draftloom
-from engine.errors import Unavailable
+from engine.errors import ConfigError, Unavailable
 
 START_SECONDS = 600.0
 """A large model may have to be fetched, converted, or read from a slow disk."""
 STOP_SECONDS = 10.0
 LAST_BYTES = 4096
+NOT_USABLE = 2
+"""The exit status of a server that its flags, its settings or its model kept from starting."""
 
 
 @contextmanager
 def own_server(arguments: Sequence[str] = ()) -> Iterator[str]:
     """The address of a `draftloom serve ARGUMENTS` that is ready to answer.
 
-    Raises Unavailable, with the last line it wrote, if it ends before that or takes longer than START_SECONDS.
+    Raises ConfigError, with what it said, for flags, settings or a model that it cannot start with; Unavailable, with the last
+    line it wrote, if it ends otherwise before it is ready, or takes longer than START_SECONDS.
     """
     port = free_port()
     command = [sys.executable, "-m", "engine.cli", "serve", "--with-parent", "--port", str(port), *arguments]
@@ -85,6 +88,8 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: BinaryIO) -> None
     deadline = time.monotonic() + START_SECONDS
     with draftloom.Client(address) as client:
         while True:
+            if process.poll() == NOT_USABLE:
+                raise ConfigError(_last_line(log))
             if process.poll() is not None:
                 raise Unavailable(f"the server ended before it was ready: {_last_line(log)}")
             if time.monotonic() > deadline:

@@ -36,7 +36,7 @@ EncodeChat = Callable[[Sequence[Mapping[str, Any]]], NDArray[np.int32]]
 """Messages to ids, as the model's chat template writes them. Raises ValueError for messages that the template refuses."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One file, or one record of a file of records.
 

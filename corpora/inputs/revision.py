@@ -79,6 +79,8 @@ class RevisionSource:
         elif not refused and size > self._options.max_file_size:
             refused, detail = (name, Reason.TOO_LARGE), f"{size:,} bytes"
         name, reason = refused or (name, None)
+        if name.endswith("/"):
+            size = 0
         path = Path(f"{self.spec}/{name}")
         decision = Decision(path, self._prefix + name, reason is None, reason, detail, size, stamp=blob)
         return Entry(decision, partial(self._blobs.read, blob))
