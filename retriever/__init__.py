@@ -9,6 +9,7 @@ Useful for drafting. Knows no text, no trees of the engine, no models, and never
     format.py          the bytes of a corpus version: writer and reader side by side
     update.py          a version from another one: additions, deletions, joined segments
     suffixes.py        packing tokens, sorting suffixes
+    pages.py           which pages of a mapped file are in memory
     errors.py          what can go wrong
 
 To read: `kernels.blend`, then `tests/retriever/oracles.py`, which says the same without hurry.

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
 
     def njit(**options: Any) -> Callable[[Function], Function]: ...
 
-    def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def intrinsic(function: Callable[..., Any]) -> Any: ...
 
     def carray(pointer: Any, shape: Any, dtype: type[np.generic]) -> NDArray[Any]: ...
 
     def int64(number: Any) -> int: ...
 
+    types: Any
+
 else:
     from numba import carray, int64, njit
+    from numba.core import types
     from numba.extending import intrinsic
 
 Bytes = NDArray[np.uint8]
@@ -140,7 +143,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
 
     while True:
         if depth < depth_limit:
-            # Rows that go on, grouped by their next token.
+            # Rows that go on, grouped by their next token. A row alone, as most are soon, needs no sorting.
             end = low
             for i in range(low, high):
                 row = keys[i] & 0xFFFFFFFF
@@ -148,45 +151,52 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                 if token >= 0:
                     keys[end] = int64(token) << 32 | row
                     end += 1
-            _sort(keys, low, end, room)
             num_children = 0
-            top = -1
-            bottom = num_levels
-            for i in range(low, end):
-                if i == low or keys[i] >> 32 != keys[i - 1] >> 32:
-                    child_low[num_children] = i
-                    child_prob[num_children] = 0.0
-                    child_weight[num_children, :] = 0.0
-                    num_children += 1
-                row = keys[i] & 0xFFFFFFFF
-                level = level_of[lengths[row]]
-                child_weight[num_children - 1, level] += weights[row]
-                top = max(top, level)
-                bottom = min(bottom, level)
-            child_low[num_children] = end
+            if end - low == 1:
+                row = keys[low] & 0xFFFFFFFF
+                num_children = 1
+                child_low[0], child_low[1] = low, end
+                child_prob[0] = weights[row] / (weights[row] + 1.0)
+                node_length[node + 1] = lengths[row] + depth
+                node_count[node + 1] = weights[row]
+            elif end > low:
+                _sort(keys, low, end, room)
+                top = -1
+                bottom = num_levels
+                for i in range(low, end):
+                    if i == low or keys[i] >> 32 != keys[i - 1] >> 32:
+                        child_low[num_children] = i
+                        child_prob[num_children] = 0.0
+                        child_weight[num_children, :] = 0.0
+                        num_children += 1
+                    row = keys[i] & 0xFFFFFFFF
+                    level = level_of[lengths[row]]
+                    child_weight[num_children - 1, level] += weights[row]
+                    top = max(top, level)
+                    bottom = min(bottom, level)
+                child_low[num_children] = end
 
-            # Longer matches count for shorter lengths too; a length no row has of its own is no level here.
-            for level in range(bottom, top + 1):
-                own_weight[level] = 0.0
-                for child in range(num_children):
-                    own_weight[level] += child_weight[child, level]
-            for level in range(top - 1, bottom - 1, -1):
-                for child in range(num_children):
-                    child_weight[child, level] += child_weight[child, level + 1]
-            if num_children:
+                # Longer matches count for shorter lengths too; a length no row has of its own is no level here.
+                for level in range(bottom, top + 1):
+                    own_weight[level] = 0.0
+                    for child in range(num_children):
+                        own_weight[level] += child_weight[child, level]
+                for level in range(top - 1, bottom - 1, -1):
+                    for child in range(num_children):
+                        child_weight[child, level] += child_weight[child, level + 1]
                 node_length[node + 1] = levels[top] + depth
                 node_count[node + 1] = own_weight[top]
-            for level in range(bottom, top + 1):
-                if own_weight[level] == 0.0:
-                    continue
-                total = 0.0
-                distinct = 0
-                for child in range(num_children):
-                    total += child_weight[child, level]
-                    distinct += child_weight[child, level] > 0.0
-                escape = distinct / (total + distinct)
-                for child in range(num_children):
-                    child_prob[child] = child_weight[child, level] / (total + distinct) + escape * child_prob[child]
+                for level in range(bottom, top + 1):
+                    if own_weight[level] == 0.0:
+                        continue
+                    total = 0.0
+                    distinct = 0
+                    for child in range(num_children):
+                        total += child_weight[child, level]
+                        distinct += child_weight[child, level] > 0.0
+                    escape = distinct / (total + distinct)
+                    for child in range(num_children):
+                        child_prob[child] = child_weight[child, level] / (total + distinct) + escape * child_prob[child]
 
             for child in range(num_children):
                 cand_path[num_cands] = path * child_prob[child]
