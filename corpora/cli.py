@@ -31,6 +31,7 @@ from corpora.terminal import (
     size_of,
     table_of,
     tokenizer_at_hand,
+    visible,
 )
 from corpora.upkeep import upkeep_app
 
@@ -255,7 +256,7 @@ def _explain(path: str, paths: Sequence[str], options: BuildOptions, model: str 
     reason = f" - {decision.reason}: {decision.reason.meaning}" if decision.reason else ""
     detail = f" ({decision.detail})" if decision.detail else ""
     whole = f"; decided for the folder {decision.name}" if decision.name.endswith("/") else ""
-    out().print(plain(f"{path}: {verdict}{reason}{detail}{whole}"), highlight=False, soft_wrap=True)
+    out().print(plain(visible(f"{path}: {verdict}{reason}{detail}{whole}")), highlight=False, soft_wrap=True)
 
 
 def _summary(corpus: Corpus) -> dict[str, Any]:

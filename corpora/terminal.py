@@ -233,8 +233,13 @@ def print_skipped(reasons: Mapping[Reason, int], examples: Mapping[Reason, Seque
 
 def one_line(name: str) -> str:
     """A file name that cannot break the line or move the cursor; the middle of a long one is left out."""
-    name = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+    name = visible(name)
     return name if len(name) <= 60 else f"{name[:28]}...{name[-29:]}"
+
+
+def visible(text: str) -> str:
+    """A text in which what a terminal would obey (line ends, escapes, directions) is spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def files_text(count: int) -> str:

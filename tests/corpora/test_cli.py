@@ -276,6 +276,13 @@ def test_file_names_cannot_move_the_cursor(shell: Shell) -> None:
     assert "[red]a\\n\\x1b[2J.bin" in out and "\x1b" not in out
 
 
+def test_what_a_file_says_cannot_move_the_cursor(shell: Shell) -> None:
+    """The line by which a file is known to be generated is quoted, and may hold anything."""
+    plant(shell.tree, {"g.py": "# \x1b[2J[red]auto-generated, do not edit\n"})
+    said = shell("build", "code", shell.tree, "--explain", "g.py").stdout
+    assert "\x1b" not in said and "says: # \\x1b[2J[red]auto-generated" in said
+
+
 def test_help_tells_about_every_option(shell: Shell) -> None:
     """Each command and each option has a line."""
     commands = CliRunner().invoke(corpus_app, ["--help"]).stdout
