@@ -16,7 +16,7 @@ def ahead(items: Iterable[Item], size: int) -> Generator[Item, None, None]:
     """The same items, of which up to `size` (at least 1) are made before they are asked for.
 
     An exception comes out where its item would have. Closing the iterator, or leaving it, ends the thread after the item it is
-    at. `items` is used in the thread alone.
+    at. `items` is used, and closed if it is a generator, in the thread alone.
     """
     ready: queue.Queue[tuple[bool, Item | BaseException | None]] = queue.Queue(size)
     stopped = threading.Event()
@@ -39,6 +39,9 @@ def ahead(items: Iterable[Item], size: int) -> Generator[Item, None, None]:
             put(False, error)
         else:
             put(False, None)
+        finally:
+            if isinstance(items, Generator):
+                items.close()
 
     thread = threading.Thread(target=work, name="draftloom-ahead", daemon=True)
     thread.start()

@@ -11,8 +11,9 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,14 +26,14 @@ from corpora.errors import CatalogError, NothingToIndex, StoreNotWritable
 from corpora.inputs import EncodeChat, Source, open_sources
 from corpora.options import BuildOptions
 from corpora.record import Recorder
-from corpora.survey import Document, Found, Survey, Tally
+from corpora.survey import Found, Survey, Tally
 from engine.errors import InvalidRequest
 from engine.text import Tokenizer
 
 if TYPE_CHECKING:
     from retriever.format import Manifest
 
-BATCH_CHARS = 1 << 20
+BATCH_CHARS = 1 << 21
 BATCH_ENTRIES = 4096
 
 ProgressCallback = Callable[["Progress"], None]
@@ -100,6 +101,7 @@ def build(
     check_name(name)
     options.validate()
     started = time.monotonic()
+    Thread(target=_load_kernels, name="draftloom-kernels", daemon=True).start()
     with alone_with(name, catalog, tenant):
         version = new_version_id()
         opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
@@ -189,6 +191,14 @@ def report_of(folder: Path, manifest: Manifest, stream: Stream, started: float) 
     )
 
 
+def _load_kernels() -> None:
+    """Have what sorts a segment loaded by the time that there is one to sort: it takes most of a second."""
+    from retriever.format import build_suffix_order, build_table
+
+    text = np.array([1, 2, 255], np.uint8)
+    build_table(text, 1, build_suffix_order(text, 1))
+
+
 def recorded_options(options: BuildOptions, sources: Sequence[Source], model: str) -> dict[str, Any]:
     """What a manifest says of how its version was made, so that it can be made again."""
     resolved = {source.spec: source.resolved for source in sources if source.resolved}
@@ -196,7 +206,10 @@ def recorded_options(options: BuildOptions, sources: Sequence[Source], model: st
 
 
 class Stream:
-    """Documents on their way from sources to ids, with the counts of what passed. Reading runs ahead of tokenizing."""
+    """Documents on their way from sources to ids, with the counts of what passed.
+
+    Reading, tokenizing and writing run beside one another, a batch apart: the first two on threads, the last in the caller's.
+    """
 
     def __init__(self, survey: Survey, encode: Encode, progress: ProgressCallback | None) -> None:
         self.tally = Tally()
@@ -206,21 +219,21 @@ class Stream:
         """Names of documents that need not be written again."""
         self._recorder = Recorder()
         self._survey = survey
-        self._encode_texts = encode
+        self._encode = encode
         self._progress = progress
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
         """(name, ids) of every document to write, in order; tokenized in batches of about BATCH_CHARS characters."""
         self.say("walk")
-        with contextlib.closing(ahead(_batches(self._survey), 2)) as batches:
-            for batch in batches:
+        with contextlib.closing(ahead(self._encoded(), 1)) as batches:
+            for batch, names, ids in batches:
                 self._recorder.add(batch)
                 for found in batch:
                     self.tally.add(found.decision)
                     if found.unchanged:
                         self.unchanged.update(found.names)
-                documents = [document for found in batch for document in found.documents]
-                yield from zip((document.name for document in documents), self._encode(documents), strict=True)
+                self.num_tokens += sum(map(len, ids))
+                yield from zip(names, ids, strict=True)
                 self.say("tokenize")
 
     def record(self) -> bytes:
@@ -240,14 +253,20 @@ class Stream:
         if stage != "read":
             self.say(stage)
 
-    def _encode(self, documents: Sequence[Document]) -> Iterator[NDArray[np.int32]]:
-        texts = [document.content for document in documents if isinstance(document.content, str)]
-        started = time.monotonic()
-        encoded = iter(self._encode_texts(texts) if texts else [])
-        ids = [next(encoded) if isinstance(d.content, str) else d.content for d in documents]
-        self.tokenizer_seconds += time.monotonic() - started
-        self.num_tokens += sum(map(len, ids))
-        return iter(ids)
+    def _encoded(self) -> Iterator[tuple[list[Found], list[str], list[NDArray[np.int32]]]]:
+        """What was found, in batches, with names and ids of the documents to write; for a thread of its own."""
+        with contextlib.closing(ahead(_batches(self._survey), 2)) as batches:
+            for batch in batches:
+                documents = [document for found in batch for document in found.documents]
+                texts = [document.content for document in documents if isinstance(document.content, str)]
+                started = time.monotonic()
+                encoded = iter(self._encode(texts) if texts else [])
+                self.tokenizer_seconds += time.monotonic() - started
+                yield (
+                    [replace(found, documents=()) for found in batch],
+                    [document.name for document in documents],
+                    [next(encoded) if isinstance(document.content, str) else document.content for document in documents],
+                )
 
 
 def _batches(survey: Iterable[Found]) -> Iterator[list[Found]]:
