@@ -151,7 +151,7 @@ class MemorySettings:
     retention_days: float = setting(30.0, "Days after which a text is forgotten. `draftloom history clear` does it at once.")
     tenant_bytes: Size = setting(
         Size(16 << 20),
-        "Most memory for one tenant's earlier answers; a token takes 52 bytes, on disk 4. What is least useful goes first.",
+        "Most memory for one tenant's earlier answers; a token takes 56 bytes, on disk 4. What is least useful goes first.",
     )
     total_bytes: Size = setting(
         Size(1 << 30), "Most memory for all tenants. Those that have not asked for longest are left on disk until they ask."
