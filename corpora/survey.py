@@ -109,13 +109,14 @@ class Survey:
         if not any(source.streamed for source in self._sources):
             candidates = [entry.decision for entries in listed for entry in entries if entry.decision.taken]
             self.total_files, self.total_bytes = len(candidates), sum(d.num_bytes for d in candidates)
-        seen: set[Path] = set()  # of what is listed, since two folders may share files
+        seen: set[tuple[type, Path]] = set()  # of what is listed, since two folders may share files
         for source, entries in zip(self._sources, listed, strict=True):
             for entry in entries:
-                if entry.decision.path in seen:
+                key = type(source), entry.decision.path
+                if key in seen:
                     continue
                 if not source.streamed:
-                    seen.add(entry.decision.path)
+                    seen.add(key)
                 yield self._find(entry)
 
     def _find(self, entry: Entry) -> Found:

@@ -68,7 +68,7 @@ class RevisionSource:
             refused = rules.refuse(name)
             if refused and refused[0].endswith("/"):
                 left_out = refused[0]
-            yield self._entry(name, mode, blob, int(size) if size != "-" else 0, refused)
+            yield self._entry(name, mode, blob, int(size) if size.isdigit() else 0, refused)
 
     def _entry(self, name: str, mode: str, blob: str, size: int, refused: tuple[str, Reason] | None) -> Entry:
         detail = ""

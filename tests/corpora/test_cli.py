@@ -254,6 +254,15 @@ def test_unreadable_files_are_status_3(shell: Shell, monkeypatch: pytest.MonkeyP
     assert ["unreadable", "1", "could not be read", "add.py"] in table(result.stdout)
 
 
+def test_an_archive_that_is_cut_short_is_status_3(shell: Shell) -> None:
+    """What else was named is indexed; a dry run says it as well."""
+    (shell.tree / "a.zip").write_bytes(b"PK\x03\x04 and no more")
+    for flags in ([], ["--dry-run"]):
+        result = shell("build", "code", shell.tree, shell.tree / "a.zip", "--model", shell.model, *flags)
+        assert result.exit_code == 3 and ["unreadable", "1", "could not be read", "a.zip"] in table(result.stdout)
+    assert Catalog(shell.store).get("code").active.num_files == 3
+
+
 def test_ctrl_c_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Status 130, and the active version stays."""
     shell.build()

@@ -9,7 +9,7 @@ import pytest
 
 from corpora.decisions import Reason
 from corpora.errors import SourceNotFound
-from corpora.inputs import open_sources
+from corpora.inputs import open_sources, revision
 from corpora.options import BuildOptions
 from corpora.survey import Found, Survey, explain
 from tests.corpora.trees import git, plant
@@ -123,6 +123,30 @@ def test_a_repository_cannot_make_git_run_programs(repository: Path, tmp_path: P
     for key in ("filter.evil.smudge", "filter.evil.process", "diff.evil.textconv", "core.fsmonitor", "core.pager"):
         git(repository, "config", key, str(script))
     assert texts(f"{repository}@v1")["a.py"] == "x = 1\n" and not mark.exists()
+
+
+def test_blobs_that_did_not_change_are_not_read_again(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ids say so, whichever commit they are found in."""
+    known = survey(f"{repository}@main")
+    git(repository, "commit", "-a", "-m", "two")
+    read: list[str] = []
+    blobs = revision._Blobs.read
+    monkeypatch.setattr(revision._Blobs, "read", lambda self, blob: (read.append(blob), blobs(self, blob))[1])
+    options = BuildOptions()
+    again = {f.decision.name: f for f in Survey(open_sources([f"{repository}@main"], options), options, known)}
+    assert len(read) == 1 and again["a.py"].documents[0].content == "x = 2\n"
+    assert [name for name, f in again.items() if f.unchanged] == ["docs/guide.md", "docs/é\n.md"]
+
+
+def test_a_lost_blob_is_unreadable(repository: Path) -> None:
+    """It is one decision; the others are read."""
+    (source,) = open_sources([f"{repository}@v1"], BuildOptions())
+    stamps = {entry.decision.name: entry.decision.stamp for entry in source.entries()}
+    lost = repository / ".git/objects" / stamps["a.py"][:2] / stamps["a.py"][2:]
+    lost.chmod(0o600)
+    lost.unlink()
+    found = survey(f"{repository}@v1")
+    assert found["a.py"].decision.reason is Reason.UNREADABLE and found["docs/guide.md"].documents
 
 
 def test_explain_knows_members(repository: Path) -> None:
