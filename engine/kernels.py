@@ -81,139 +81,67 @@ def tree_fault(tokens: Any, parents: Any, probs: Any, roles: Any, vocab_size: in
 
 
 @_jit
-def merge(tokens: Any, parents: Any, probs: Any, ends: Any, weights: Any, root: int, budget: int) -> Any:
-    """Merge drafts, laid end to end (draft s is [ends[s-1], ends[s])), into one tree, best path first.
-
-    Returns (tokens int32, parents int32, path probabilities float32, source bits int64), node 0 the root.
-
-    A merged node holds at most one node of each draft (its *cursors*, a linked list through `follow`). Taking a node opens its
-    children: the children of all its cursors, united by token, with the linear pool as probability. The open nodes are scanned
-    for the likeliest, which for some hundred nodes is as quick as a heap. Example: drafts a: 1 (.8), 2 (.5 after 1) and
-    b: 1 (.6), 3 (.4), equal weights, give the root's children 1 at .7 and 3 at .2, and 2 below 1 at .35.
-    """
-    total = len(tokens)
-    num_drafts = len(ends)
-    source = np.empty(total, np.int64)
-    first = np.full(total + num_drafts, -1, np.int64)  # first child of a draft node; entry total + s is draft s's root
-    sibling = np.full(total, -1, np.int64)
-    start = 0
-    for s in range(num_drafts):
-        for i in range(ends[s] - 1, start - 1, -1):
-            source[i] = s
-            parent = total + s if parents[i] < 0 else start + parents[i]
-            sibling[i] = first[parent]
-            first[parent] = i
-        start = ends[s]
-
-    size = min(budget, total) + 1
-    out_tokens = np.empty(size, np.int32)
-    out_parents = np.empty(size, np.int32)
-    out_probs = np.empty(size, np.float64)
-    out_sources = np.zeros(size, np.int64)
-    out_tokens[0], out_parents[0], out_probs[0] = root, -1, 1.0
-
-    follow = np.full(total, -1, np.int64)
-    open_token = np.empty(total, np.int64)
-    open_parent = np.empty(total, np.int64)
-    open_prob = np.empty(total, np.float64)
-    open_sources = np.zeros(total, np.int64)
-    open_cursor = np.full(total, -1, np.int64)
-    num_open = 0
-    count = 1
-    cursor = -1
-    while True:
-        # open the children of the node taken last (count - 1)
-        node = count - 1
-        begin = num_open
-        weight = 0.0
-        for turn in range(2):
-            s = 0
-            at = cursor
-            while (node == 0 and s < num_drafts) or (node > 0 and at >= 0):
-                here = total + s if node == 0 else at
-                who = s if node == 0 else source[at]
-                if first[here] >= 0:
-                    if turn == 0:
-                        weight += weights[who]
-                    else:
-                        child = first[here]
-                        while child >= 0:
-                            slot = begin
-                            while slot < num_open and open_token[slot] != tokens[child]:
-                                slot += 1
-                            if slot == num_open:
-                                num_open += 1
-                                open_token[slot], open_parent[slot] = tokens[child], node
-                                open_prob[slot], open_sources[slot], open_cursor[slot] = 0.0, 0, -1
-                            open_prob[slot] += weights[who] * probs[child]
-                            open_sources[slot] |= np.int64(1) << who
-                            follow[child] = open_cursor[slot]
-                            open_cursor[slot] = child
-                            child = sibling[child]
-                if node == 0:
-                    s += 1
-                else:
-                    at = follow[at]
-        for slot in range(begin, num_open):
-            open_prob[slot] = out_probs[node] * min(open_prob[slot] / weight, 1.0)
-
-        if count == size or num_open == 0:
-            break
-        best = 0
-        for slot in range(1, num_open):
-            ahead = open_prob[slot] - open_prob[best]
-            if ahead > 0.0 or (ahead == 0.0 and open_token[slot] < open_token[best]):
-                best = slot
-        out_tokens[count], out_parents[count] = open_token[best], open_parent[best]
-        out_probs[count], out_sources[count] = open_prob[best], open_sources[best]
-        cursor = open_cursor[best]
-        count += 1
-        num_open -= 1
-        for slot in range(best, num_open):
-            open_token[slot], open_parent[slot] = open_token[slot + 1], open_parent[slot + 1]
-            open_prob[slot], open_sources[slot] = open_prob[slot + 1], open_sources[slot + 1]
-            open_cursor[slot] = open_cursor[slot + 1]
-    return out_tokens[:count], out_parents[:count], out_probs[:count].astype(np.float32), out_sources[:count]
-
-
-@_jit
-def outcomes(tokens: Any, parents: Any, emitted: Any, out: Any) -> int:
-    """What became of a draft, verified or not, once `emitted` (int32 [m]) is known.
+def outcomes(tokens: Any, parents: Any, ends: Any, emitted: Any, out: Any, reached: Any) -> None:
+    """What became of drafts laid end to end, verified or not, once `emitted` (int32 [m]) is known.
 
     out[i] (int8 [n]) becomes 1 if the path to node i is a prefix of what was emitted, 0 if its parent's is but its own is not,
-    and -1 where the parent's path was not taken or nothing was emitted at that depth. Returns how many tokens of `emitted`
-    stand in the draft from its root on: the source's credit. O(n).
+    and -1 where the parent's path was not taken or nothing was emitted at that depth. reached[s] (int64) becomes how many tokens
+    of `emitted` stand in draft s from its root on: the source's credit. O(n).
     """
     depth = np.empty(len(tokens), np.int32)
-    reached = 0
-    for i in range(len(tokens)):
-        parent = parents[i]
-        depth[i] = 1 if parent < 0 else depth[parent] + 1
-        if (parent >= 0 and out[parent] != 1) or depth[i] > len(emitted):
-            out[i] = -1
-        elif tokens[i] == emitted[depth[i] - 1]:
-            out[i] = 1
-            reached = max(reached, depth[i])
-        else:
-            out[i] = 0
-    return reached
+    start = 0
+    for s in range(len(ends)):
+        reached[s] = 0
+        for i in range(start, ends[s]):
+            parent = start + parents[i] if parents[i] >= 0 else -1
+            depth[i] = 1 if parent < 0 else depth[parent] + 1
+            if (parent >= 0 and out[parent] != 1) or depth[i] > len(emitted):
+                out[i] = -1
+            elif tokens[i] == emitted[depth[i] - 1]:
+                out[i] = 1
+                reached[s] = max(reached[s], depth[i])
+            else:
+                out[i] = 0
+        start = ends[s]
 
 
 # ---- calibration
 
 
-@_jit
-def bucket(prob: float, length: int, count: int) -> int:
-    """The calibration bucket (0 to 1007) of a node: 14 of probability, 9 of match length, 8 of count.
+NUM_KNOTS = 15
+"""Log-odds -7 to 7, one a unit: between them, calibration interpolates."""
 
-    Probabilities in tenths, the first parted at .001, .003, .01 and .03, since all members of a bucket come to share one rate
-    and many unlikely siblings must not add up to a likely one; lengths 0, 1, 2, 3, 4, 5-7, 8-11, 12-15, 16 and more; counts
-    0, 1, 2, 3-4, 5-8, 9-16, 17-64, more.
+NUM_CONTEXTS = 1 + 9 + 9 * 8 + 9 * 8 * 4
+"""All nodes of a source; by match length; by count, too; by depth, too."""
+
+_NUM_LEVELS = 4
+_MOST_ODDS = 0.5 * (NUM_KNOTS - 1)
+
+
+@_jit
+def log_odds(prob: float) -> float:
+    """log(p / (1 - p)), kept within [-7, 7]."""
+    if prob <= 0.0:
+        return -_MOST_ODDS
+    if prob >= 1.0:
+        return _MOST_ODDS
+    return min(max(math.log(prob / (1.0 - prob)), -_MOST_ODDS), _MOST_ODDS)
+
+
+@_jit
+def chance(odds: float) -> float:
+    """1 / (1 + e^-x), the probability of log-odds."""
+    return 1.0 / (1.0 + math.exp(-odds))
+
+
+@_jit
+def context_of(length: int, count: int, depth: int, level: int) -> int:
+    """The row of calibration's tables for a node at one of four levels: all, by length, by count too, by depth too.
+
+    Lengths 0, 1, 2, 3, 4, 5-7, 8-11, 12-15, 16 and more; counts 0, 1, 2, 3-4, 5-8, 9-16, 17-64, more; depths 1, 2, 3-4, more.
     """
-    tenth = min(int(prob * 10.0), 9)
-    by_prob = tenth + 4
-    if tenth == 0:
-        by_prob = int(prob >= 0.001) + int(prob >= 0.003) + int(prob >= 0.01) + int(prob >= 0.03)
+    if level == 0:
+        return 0
     if length <= 4:
         by_length = max(length, 0)
     elif length < 8:
@@ -222,6 +150,8 @@ def bucket(prob: float, length: int, count: int) -> int:
         by_length = 6
     else:
         by_length = 7 if length < 16 else 8
+    if level == 1:
+        return 1 + by_length
     if count <= 2:
         by_count = max(count, 0)
     elif count <= 4:
@@ -232,28 +162,286 @@ def bucket(prob: float, length: int, count: int) -> int:
         by_count = 5
     else:
         by_count = 6 if count <= 64 else 7
-    return (by_prob * 9 + by_length) * 8 + by_count
-
-
-NUM_BUCKETS = 1008
-
-
-@_jit
-def calibrate(probs: Any, lengths: Any, counts: Any, hits: Any, trials: Any, strength: float, out: Any) -> None:
-    """out[i] = (hits + strength * prob) / (trials + strength) in the bucket of node i: a Beta posterior mean. O(n)."""
-    for i in range(len(probs)):
-        b = bucket(probs[i], lengths[i], counts[i])
-        out[i] = min((hits[b] + strength * probs[i]) / (trials[b] + strength), 1.0)
+    by_both = by_length * 8 + by_count
+    if level == 2:
+        return 10 + by_both
+    by_depth = depth - 1 if depth <= 2 else 2
+    if depth > 4:
+        by_depth = 3
+    return 82 + by_both * 4 + by_depth
 
 
 @_jit
-def observe(probs: Any, lengths: Any, counts: Any, outcome: Any, hits: Any, trials: Any, keep: float) -> None:
-    """Count the outcomes (1 hit, 0 miss, -1 unknown) in their buckets, each count first fading by `keep`. O(n)."""
-    for i in range(len(probs)):
-        if outcome[i] >= 0:
-            b = bucket(probs[i], lengths[i], counts[i])
-            hits[b] = hits[b] * keep + outcome[i]
-            trials[b] = trials[b] * keep + 1.0
+def calibrate(
+    parents: Any, probs: Any, lengths: Any, counts: Any, ends: Any, rows: Any, hits: Any, trials: Any, strength: float
+) -> Any:
+    """float64 [n]: the log-odds of every node of drafts laid end to end, as observed; and int32 [n], the depths.
+
+    `rows[s]` is the place of draft s's source in hits and trials (float64 [sources, NUM_CONTEXTS, NUM_KNOTS]). At each of the two
+    knots around the raw estimate, from the coarsest context to the finest, the rate is the mean of a Beta posterior whose prior
+    is the rate one level up, worth `strength` observations; above all stands the knot itself. O(n).
+    """
+    odds = np.empty(len(probs))
+    depths = np.empty(len(probs), np.int32)
+    start = 0
+    for s in range(len(ends)):
+        row = rows[s]
+        for i in range(start, ends[s]):
+            depths[i] = 1 if parents[i] < 0 else depths[start + parents[i]] + 1
+            place = log_odds(probs[i]) + _MOST_ODDS
+            knot = min(int(place), NUM_KNOTS - 2)
+            share = place - knot
+            low = chance(knot - _MOST_ODDS)
+            high = chance(knot + 1 - _MOST_ODDS)
+            for level in range(_NUM_LEVELS):
+                context = context_of(lengths[i], counts[i], depths[i], level)
+                low = (hits[row, context, knot] + strength * low) / (trials[row, context, knot] + strength)
+                high = (hits[row, context, knot + 1] + strength * high) / (trials[row, context, knot + 1] + strength)
+            odds[i] = (1.0 - share) * log_odds(low) + share * log_odds(high)
+        start = ends[s]
+    return odds, depths
+
+
+@_jit
+def observe(
+    probs: Any, lengths: Any, counts: Any, depths: Any, ends: Any, rows: Any, outcome: Any, hits: Any, trials: Any, keep: float
+) -> None:
+    """Count the outcomes (1 hit, 0 miss, -1 unknown) at the two knots around each estimate, on every level.
+
+    A node is shared between its knots by distance; what was counted before fades by `keep` for every observation. O(n).
+    """
+    start = 0
+    for s in range(len(ends)):
+        row = rows[s]
+        for i in range(start, ends[s]):
+            if outcome[i] < 0:
+                continue
+            place = log_odds(probs[i]) + _MOST_ODDS
+            knot = min(int(place), NUM_KNOTS - 2)
+            for side in range(2):
+                share = place - knot if side else 1.0 - (place - knot)
+                fade = 1.0 - (1.0 - keep) * share
+                for level in range(_NUM_LEVELS):
+                    context = context_of(lengths[i], counts[i], depths[i], level)
+                    hits[row, context, knot + side] = hits[row, context, knot + side] * fade + share * outcome[i]
+                    trials[row, context, knot + side] = trials[row, context, knot + side] * fade + share
+        start = ends[s]
+
+
+# ---- mixing
+
+NUM_SETS = 3
+"""Sets of mixing weights: for tokens that one source, two, or more propose."""
+
+
+@_jit
+def _link(parents: Any, ends: Any) -> Any:
+    """(first child of every draft node, next sibling), -1 for none; entry n + s of the first is draft s's root."""
+    total = len(parents)
+    first = np.full(total + len(ends), -1, np.int64)
+    sibling = np.full(total, -1, np.int64)
+    start = 0
+    for s in range(len(ends)):
+        for i in range(ends[s] - 1, start - 1, -1):
+            parent = total + s if parents[i] < 0 else start + parents[i]
+            sibling[i] = first[parent]
+            first[parent] = i
+        start = ends[s]
+    return first, sibling
+
+
+@_jit
+def _open(at: Any, tokens: Any, odds: Any, first: Any, sibling: Any, slot_tokens: Any, places: Any, begin: int, left: Any) -> int:
+    """Unite the children of one node, which is at[s] in draft s (-1: not there), in slots from `begin` on; the end of them.
+
+    places[slot, s] becomes the child's place in draft s, -1 if s does not propose it. left[s] becomes the logarithm of what s
+    leaves for other tokens, 1 if it proposes none.
+    """
+    end = begin
+    for s in range(len(at)):
+        left[s] = 1.0
+        if at[s] < 0 or first[at[s]] < 0:
+            continue
+        mass = 0.0
+        child = first[at[s]]
+        while child >= 0:
+            slot = begin
+            while slot < end and slot_tokens[slot] != tokens[child]:
+                slot += 1
+            if slot == end:
+                slot_tokens[slot] = tokens[child]
+                places[slot] = -1
+                end += 1
+            places[slot, s] = child
+            mass += chance(odds[child])
+            child = sibling[child]
+        left[s] = math.log(max(1.0 - mass, _LEAST_LEFT))
+    return end
+
+
+_LEAST_LEFT = 2.0**-8
+
+
+@_jit
+def _mixed(places: Any, odds: Any, left: Any, rows: Any, slopes: Any, doubts: Any, bias: Any) -> Any:
+    """(log-odds, set of weights) of one token, which is at places[s] in draft s: see `tree.Mixture`."""
+    num = 0
+    for s in range(len(places)):
+        num += places[s] >= 0
+    which = min(num, NUM_SETS) - 1
+    total = bias[which]
+    for s in range(len(places)):
+        if places[s] >= 0:
+            total += slopes[rows[s], which] * odds[places[s]]
+        elif left[s] <= 0.0:
+            total += doubts[rows[s], which] * left[s]
+    return min(max(total, -20.0), 20.0), which
+
+
+@_jit
+def merge(
+    tokens: Any,
+    parents: Any,
+    odds: Any,
+    ends: Any,
+    rows: Any,
+    slopes: Any,
+    doubts: Any,
+    bias: Any,
+    root: int,
+    budget: int,
+) -> Any:
+    """Merge drafts, laid end to end (draft s is [ends[s-1], ends[s])), into one tree, best path first.
+
+    Returns (tokens int32, parents int32, path probabilities float32, source bits int64), node 0 the root.
+
+    Taking a node opens its children: those of all drafts that hold it, united by token, with the mixed probability, scaled
+    where siblings would promise more than 1. The open nodes are scanned for the likeliest, which for some hundred nodes is as
+    quick as a heap.
+    """
+    total = len(tokens)
+    num_drafts = len(ends)
+    first, sibling = _link(parents, ends)
+    size = min(budget, total) + 1
+    out_tokens = np.empty(size, np.int32)
+    out_parents = np.empty(size, np.int32)
+    out_probs = np.empty(size, np.float64)
+    out_sources = np.zeros(size, np.int64)
+    out_tokens[0], out_parents[0], out_probs[0] = root, -1, 1.0
+
+    slot_tokens = np.empty(total, np.int64)
+    places = np.empty((total, num_drafts), np.int64)
+    slot_parents = np.empty(total, np.int64)
+    slot_probs = np.empty(total, np.float64)
+    left = np.empty(num_drafts)
+    at = np.arange(total, total + num_drafts)
+    num_slots = 0
+    count = 1
+    while True:
+        begin = num_slots
+        num_slots = _open(at, tokens, odds, first, sibling, slot_tokens, places, begin, left)
+        mass = 0.0
+        for slot in range(begin, num_slots):
+            mixed, _ = _mixed(places[slot], odds, left, rows, slopes, doubts, bias)
+            slot_probs[slot] = chance(mixed)
+            slot_parents[slot] = count - 1
+            mass += slot_probs[slot]
+        scale = out_probs[count - 1] / max(mass, 1.0)
+        for slot in range(begin, num_slots):
+            slot_probs[slot] *= scale
+
+        if count == size:
+            break
+        best = -1
+        for slot in range(num_slots):
+            if slot_probs[slot] >= 0.0:
+                ahead = 1.0 if best < 0 else slot_probs[slot] - slot_probs[best]
+                if ahead > 0.0 or (ahead == 0.0 and slot_tokens[slot] < slot_tokens[best]):
+                    best = slot
+        if best < 0:
+            break
+        out_tokens[count], out_parents[count], out_probs[count] = slot_tokens[best], slot_parents[best], slot_probs[best]
+        for s in range(num_drafts):
+            at[s] = places[best, s]
+            if at[s] >= 0:
+                out_sources[count] |= np.int64(1) << s
+        slot_probs[best] = -1.0
+        count += 1
+    return out_tokens[:count], out_parents[:count], out_probs[:count].astype(np.float32), out_sources[:count]
+
+
+@_jit
+def learn(
+    tokens: Any,
+    parents: Any,
+    odds: Any,
+    ends: Any,
+    rows: Any,
+    slopes: Any,
+    doubts: Any,
+    bias: Any,
+    emitted: Any,
+    rate: float,
+) -> None:
+    """Adjust the mixing weights to what was emitted: one step of gradient descent on log-loss for every token proposed along it.
+
+    Every proposal at a node whose path was emitted is judged, verified or not. O(n x drafts).
+    """
+    total = len(tokens)
+    num_drafts = len(ends)
+    first, sibling = _link(parents, ends)
+    slot_tokens = np.empty(total, np.int64)
+    places = np.empty((total, num_drafts), np.int64)
+    left = np.empty(num_drafts)
+    at = np.arange(total, total + num_drafts)
+    for said in emitted:
+        num_slots = _open(at, tokens, odds, first, sibling, slot_tokens, places, 0, left)
+        at[:] = -1
+        for slot in range(num_slots):
+            mixed, which = _mixed(places[slot], odds, left, rows, slopes, doubts, bias)
+            hit = slot_tokens[slot] == said
+            step = rate * (hit - chance(mixed))
+            bias[which] += step
+            for s in range(num_drafts):
+                if places[slot, s] >= 0:
+                    slopes[rows[s], which] += step * odds[places[slot, s]]
+                    if hit:
+                        at[s] = places[slot, s]
+                elif left[s] <= 0.0:
+                    doubts[rows[s], which] += step * left[s]
+        if num_slots == 0 or at.max() < 0:
+            break
+
+
+# ---- how well it was promised
+
+
+@_jit
+def judge(tokens: Any, parents: Any, probs: Any, emitted: Any, table: Any) -> float:
+    """Count, for a tree's candidates whose parent was emitted, what was promised given the parent and what came of it.
+
+    table (float64 [3, NUM_KNOTS]) gains, in the column of the nearest knot, the promised probability, the outcome (0 or 1) and
+    1. Returns the log-loss of all of them in nats, each probability taken as at least one in ten thousand from 0 and 1. O(n).
+    """
+    loss = 0.0
+    node = 0
+    for said in emitted:
+        after = -1
+        for i in range(node + 1, len(tokens)):
+            if parents[i] == node:
+                prob = min(np.float64(probs[i]) / max(np.float64(probs[node]), 1e-30), 1.0)
+                hit = tokens[i] == said
+                column = int(log_odds(prob) + _MOST_ODDS + 0.5)
+                table[0, column] += prob
+                table[1, column] += hit
+                table[2, column] += 1.0
+                loss -= math.log(max(prob if hit else 1.0 - prob, 1e-4))
+                if hit:
+                    after = i
+        if after < 0:
+            break
+        node = after
+    return loss
 
 
 # ---- noise
@@ -443,6 +631,9 @@ def _race(z: Any, weight: Any, near: Any, top: int, last_z: float, last_id: int,
     return best
 
 
+_BLOCK = 256
+
+
 @_jit
 def likeliest(logits: Any, out: Any) -> None:
     """out[i] (int32 [k]) = the ids of the k largest entries of logits[i] (float32 [V], k <= V), best first, ties to the lowest
@@ -451,25 +642,26 @@ def likeliest(logits: Any, out: Any) -> None:
     A block of entries none of which exceeds the k-th so far is passed over by its largest, so a row is little more than one
     read: O(V + (blocks passed into) (block + k)).
     """
-    block = 64
     size, k = logits.shape[1], out.shape[1]
     best = np.empty(k, np.float32)
     for i in range(len(logits)):
         row = logits[i]
         num = 0
-        for start in range(0, size if k > 0 else 0, block):
-            end = min(start + block, size)
-            if num == k and end - start == block:
+        for start in range(0, size if k > 0 else 0, _BLOCK):
+            block = row[start : start + _BLOCK]
+            if num == k and len(block) == _BLOCK:
                 bound = best[k - 1]
-                above = 0
-                for j in range(block):
-                    above += row[start + j] > bound
-                if above == 0:
+                above = False
+                for j in range(_BLOCK):
+                    above |= block[j] > bound
+                if not above:
                     continue
-            for j in range(start, end):
-                value = row[j] if row[j] == row[j] else np.float32(-np.inf)
+            for j in range(len(block)):
+                value = block[j]
                 if num == k and not value > best[k - 1]:
                     continue
+                if value != value:
+                    value = np.float32(-np.inf)
                 at = num if num < k else k - 1
                 num = min(num + 1, k)
                 while at > 0 and best[at - 1] < value:
@@ -477,7 +669,7 @@ def likeliest(logits: Any, out: Any) -> None:
                     out[i, at] = out[i, at - 1]
                     at -= 1
                 best[at] = value
-                out[i, at] = j
+                out[i, at] = start + j
 
 
 def warmup() -> None:
@@ -488,11 +680,16 @@ def warmup() -> None:
     parents = np.full(1, -1, np.int32)
     draft_fault(one, parents, prob, 2)
     tree_fault(one, parents, prob, roles, 2)
-    merge(one, parents, prob, np.ones(1, np.int64), np.ones(1), 0, 1)
     out: NDArray[np.int8] = np.zeros(1, np.int8)
-    outcomes(one, parents, one, out)
-    table = np.zeros(NUM_BUCKETS)
-    calibrate(prob, one, one, table, table, 1.0, np.zeros(1, np.float32))
-    observe(prob, one, one, out, table, table, 1.0)
+    ends = np.ones(1, np.int64)
+    rows = np.zeros(1, np.int64)
+    outcomes(one, parents, ends, one, out, np.zeros(1, np.int64))
+    tables = np.zeros((2, 1, NUM_CONTEXTS, NUM_KNOTS))
+    odds, depths = calibrate(parents, prob, one, one, ends, rows, tables[0], tables[1], 1.0)
+    observe(prob, one, one, depths, ends, rows, out, tables[0], tables[1], 1.0)
+    weights = np.zeros((1, NUM_SETS))
+    merge(one, parents, odds, ends, rows, weights, weights, weights[0], 0, 1)
+    learn(one, parents, odds, ends, rows, weights, weights, weights[0], one, 0.0)
+    judge(one, parents, np.ones(1, np.float32), one, np.zeros((3, NUM_KNOTS)))
     likeliest(np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int32))
     choose(np.zeros(8, np.float32), 1.0, 2, 0.5, 0.1, np.uint64(0), 0, np.zeros(8), np.zeros(8), np.zeros(8, np.bool_))

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import kernels
 from engine.calibration import Calibration, Credit
-from engine.tree import CANDIDATE, CandidateTree, CostCurve, Draft, LookaheadRows, best_size, merge, with_room
+from engine.tree import CANDIDATE, CandidateTree, CostCurve, Draft, Drafts, LookaheadRows, best_size, merge, with_room
 
 if TYPE_CHECKING:
     from engine.target import StepResult
@@ -46,6 +47,8 @@ class Tally:
     """Counts of one session. `proposed` and `accepted` are per source; `unique` counts accepted nodes that only one source had.
 
     `expected` is the sum of the path probabilities of the verified candidates: what the estimates promised would be accepted.
+    `judged`, float64 [3, kernels.NUM_KNOTS], sums what was promised for candidates whose parent was emitted, what came true, and
+    their number, by probability; `log_loss` is their sum of negative log-likelihoods, in nats.
     """
 
     num_steps: int = 0
@@ -55,12 +58,24 @@ class Tally:
     proposed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     accepted: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     unique: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    judged: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, kernels.NUM_KNOTS)))
+    log_loss: float = 0.0
+
+    @property
+    def num_judged(self) -> int:
+        """Candidates whose parent was emitted."""
+        return int(self.judged[2].sum())
+
+    @property
+    def calibration_error(self) -> float:
+        """How far, on average over the judged candidates, the promised rate of their class lies from the observed one; 0: none."""
+        return float(np.abs(self.judged[0] - self.judged[1]).sum() / max(self.judged[2].sum(), 1.0))
 
 
 class Session:
     """The state of one request.
 
-    `prompt` int32 [n], n >= 1. `labels` name the sources; the part before a colon is the source that calibration knows.
+    `prompt` int32 [n], n >= 1. `labels` name the sources, each calibrated by itself; the part before a colon is its kind.
     `max_nodes` is the most candidates a tree may have; 0 is plain decoding.
     """
 
@@ -74,14 +89,18 @@ class Session:
             accepted=np.zeros(len(labels), np.int64),
             unique=np.zeros(len(labels), np.int64),
         )
-        self._kinds = tuple(label.partition(":")[0] for label in labels)
+        self.reached: tuple[int | None, ...] = (None,) * len(labels)
+        """How many of the tokens emitted last each source's own draft held in a row; None for one that was not heard."""
         self._calibration = calibration
+        self._rows = calibration.rows(self.labels)
         self._credit = Credit(len(labels))
         self._max_nodes = max_nodes
         self._buffer = np.empty(max(2 * len(prompt), 256), np.int32)
         self._buffer[: len(prompt)] = prompt
         self._length = self._num_prompt = len(prompt)
-        self._drafts: tuple[Draft | None, ...] = ()
+        self._drafts = Drafts.of([])
+        self._heard = np.zeros(len(labels), np.bool_)
+        self._odds, self._depths = np.zeros(0), np.zeros(0, np.int32)
         self._step: Step | None = None
         self._tree: CandidateTree | None = None
 
@@ -94,6 +113,11 @@ class Session:
     def tokens(self) -> NDArray[np.int32]:
         """int32 [n], prompt and answer so far: a view, not to be written to."""
         return self._buffer[: self._length]
+
+    @property
+    def trust(self) -> NDArray[np.float64]:
+        """float64 [sources], positive, sum 1: what each has earned by its own drafts, see `Credit`."""
+        return self._credit.weights
 
     @property
     def num_emitted(self) -> int:
@@ -117,13 +141,11 @@ class Session:
             raise RuntimeError("the session has finished" if self.finish else "the last tree was not committed")
         if len(drafts) != len(self.labels):
             raise ValueError(f"a draft (or None) is needed for each of {len(self.labels)} sources: got {len(drafts)}")
-        self._drafts = tuple(drafts)
+        self._drafts = Drafts.of(drafts)
+        self._heard = np.array([draft is not None for draft in drafts], np.bool_)
+        self._odds, self._depths = self._calibration.log_odds(self._drafts, self._rows)
         root, position = int(self._buffer[self._length - 1]), self._length - 1
-        calibrated = [
-            Draft.empty() if draft is None else self._calibration.apply(kind, draft)
-            for kind, draft in zip(self._kinds, drafts, strict=True)
-        ]
-        tree = merge(calibrated, self._credit.weights.tolist(), root, position, self._max_nodes)
+        tree = merge(self._drafts, self._odds, self._rows, self._calibration.mixture, root, position, self._max_nodes)
         size = best_size(tree.probs[1:], curve)
         extra = LookaheadRows.none() if lookahead is None or not self._max_nodes else lookahead(1 + size, curve)
         self._tree = tree.cut(1 + size).with_lookahead(extra) if len(extra) else tree.cut(1 + with_room(size))
@@ -139,11 +161,9 @@ class Session:
         self._append(emitted)
         masks = (*(int(tree.sources[node]) for node in result.path), 0)
         self._count(tree, result)
-        reached = [
-            None if draft is None else self._calibration.observe(kind, draft, emitted)
-            for kind, draft in zip(self._kinds, self._drafts, strict=True)
-        ]
-        self._credit.reward(reached)
+        reached = self._calibration.learn(self._drafts, self._rows, self._odds, self._depths, emitted)
+        self._credit.reward(reached, self._heard)
+        self.reached = tuple(count if heard else None for count, heard in zip(reached.tolist(), self._heard.tolist(), strict=True))
         self.finish = result.finish
         self._step = Step(emitted, masks, result.finish)
         return self._step
@@ -175,6 +195,7 @@ class Session:
         tally.num_steps += 1
         tally.num_verified += int(np.count_nonzero(tree.roles[result.verified] == CANDIDATE)) - 1
         tally.num_accepted += len(result.path)
+        tally.log_loss += kernels.judge(tree.tokens, tree.parents, tree.probs, result.tokens, tally.judged)
         tally.expected += float(tree.probs[result.verified].sum()) - 1.0
         for s in range(len(self.labels)):
             bit = np.int64(1) << s

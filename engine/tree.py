@@ -122,6 +122,42 @@ class LookaheadRows:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """The drafts of one step, laid end to end: draft s is [ends[s - 1], ends[s]), parents counting from its own beginning.
+
+    1. The arrays of nodes are those of `Draft`, int32 [n] and float32 [n]; `ends` is int64 [number of drafts].
+    2. An empty or missing draft has no nodes.
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    probs: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    ends: NDArray[np.int64]
+
+    @staticmethod
+    def of(drafts: Sequence[Draft | None]) -> Drafts:
+        """Valid drafts, None for one that is missing. Raises ValueError for more than MAX_SOURCES."""
+        if len(drafts) > MAX_SOURCES:
+            raise ValueError(f"too many drafts for one tree: {len(drafts)}, at most {MAX_SOURCES}")
+        there = [_EMPTY_DRAFT if draft is None else draft for draft in drafts]
+        ends = np.cumsum([len(draft) for draft in there], dtype=np.int64)
+        there = there or [_EMPTY_DRAFT]
+        return Drafts(
+            np.concatenate([draft.tokens for draft in there]),
+            np.concatenate([draft.parents for draft in there]),
+            np.concatenate([draft.probs for draft in there]),
+            np.concatenate([draft.lengths for draft in there]),
+            np.concatenate([draft.counts for draft in there]),
+            ends,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
 class CandidateTree:
     """What goes to the target for verification: the root and the candidates, best first.
 
@@ -267,34 +303,54 @@ def with_room(size: int) -> int:
     return size + size // 2 + 2
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """How the opinions of several sources on one token become one: logistic mixing (Mattern 2012, as in the PAQ compressors).
+
+        log-odds = bias + sum over the sources s that propose the token of  slopes[s] x its log-odds
+                        + sum over those that propose others only of        doubts[s] x log(what they leave for this one)
+
+    1. A token that one source proposes, two, or more has weights of its own: `slopes` and `doubts` are float64
+       [sources, kernels.NUM_SETS], `bias` float64 [kernels.NUM_SETS]. Column 0 with slope 1, bias 0 lets a source alone keep its
+       estimate.
+    2. A source that has nothing to say at a node has no part in it.
+    3. Siblings that would come to more than 1 are scaled to 1.
+    """
+
+    slopes: NDArray[np.float64]
+    doubts: NDArray[np.float64]
+    bias: NDArray[np.float64]
+
+    @staticmethod
+    def equal(num_sources: int) -> Mixture:
+        """Weights to begin with: agreement raises, silence lowers."""
+        return Mixture(
+            np.tile(np.array(_SLOPES), (num_sources, 1)),
+            np.tile(np.array(_DOUBTS), (num_sources, 1)),
+            np.zeros(len(_SLOPES)),
+        )
+
+
+_SLOPES = (1.0, 0.6, 0.45)
+_DOUBTS = (0.3, 0.3, 0.3)
+
+
 def merge(
-    drafts: Sequence[Draft],
-    weights: Sequence[float],
-    root: int,
-    position: int,
-    budget: int,
+    drafts: Drafts, odds: NDArray[np.float64], rows: NDArray[np.int64], mixture: Mixture, root: int, position: int, budget: int
 ) -> CandidateTree:
     """One tree of at most `budget` candidates out of many drafts: equal paths are one node, the likeliest paths first.
 
-    A node's probability given its parent is the linear pool of the sources that had something to say at the parent (that
-    proposed the parent and at least one child of it), weighted by `weights` (positive, one a draft): the pool's sum over
-    siblings stays at most 1. A best-first search then takes nodes by path probability, ties by the smaller token, so the result
-    is prefix-closed, optimal for every size under the estimates, and the same for the same input. Drafts must be valid.
+    `odds` float64 [n] are the log-odds of the nodes given their parents, `rows` int64 [number of drafts] the drafts' places in
+    `mixture`, which says how probable a node is that several drafts hold or leave out. A best-first search takes nodes by path
+    probability, ties by the smaller token, then by the parent taken earlier, so the result is prefix-closed, optimal for every
+    size under the estimates, and the same for the same input. Drafts must be valid.
 
-    Cost: O(total nodes x open nodes) in one numba kernel, some microseconds for a hundred nodes. No drafts, or no
-    budget: the root alone.
-    The order of selection is that of OPT-Tree (arXiv 2406.17276) and DySpec.
+    Cost: O(total nodes x (drafts + budget)) in one numba kernel, some 10 microseconds for a hundred nodes. No nodes, or no
+    budget: the root alone. The order of selection is that of OPT-Tree (arXiv 2406.17276) and DySpec.
     """
-    if len(drafts) > MAX_SOURCES:
-        raise ValueError(f"too many drafts for one tree: {len(drafts)}, at most {MAX_SOURCES}")
-    total = sum(len(d) for d in drafts)
-    if not total or budget < 1:
+    if not len(drafts) or budget < 1:
         return CandidateTree.root_only(root, position)
-    tokens = np.concatenate([d.tokens for d in drafts])
-    parents = np.concatenate([d.parents for d in drafts])
-    probs = np.concatenate([d.probs for d in drafts])
-    ends = np.cumsum([len(d) for d in drafts]).astype(np.int64)
-    out_tokens, out_parents, out_probs, out_sources = kernels.merge(
-        tokens, parents, probs, ends, np.asarray(weights, np.float64), root, budget
+    tokens, parents, probs, sources = kernels.merge(
+        drafts.tokens, drafts.parents, odds, drafts.ends, rows, mixture.slopes, mixture.doubts, mixture.bias, root, budget
     )
-    return CandidateTree(out_tokens, out_parents, out_probs, out_sources, np.zeros(len(out_tokens), np.uint8), position)
+    return CandidateTree(tokens, parents, probs, sources, np.zeros(len(tokens), np.uint8), position)

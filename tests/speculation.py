@@ -13,6 +13,7 @@ from threading import Event
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import kernels
 from engine.acceptance import Limits, SamplingParams
 from engine.calibration import Calibration
 from engine.drafters import Drafter, Drafting, DraftRequest, Feedback
@@ -21,7 +22,7 @@ from engine.loop import Times, decode
 from engine.session import Session, Tally
 from engine.target import SequenceRequest, StepResult
 from engine.target.fake import FakeTarget
-from engine.tree import LOOKAHEAD, CandidateTree, CostCurve, Draft
+from engine.tree import LOOKAHEAD, CandidateTree, CostCurve, Draft, Drafts, Mixture, merge
 from tests.oracles import Decoded
 
 Source = Callable[[NDArray[np.int32]], Draft]
@@ -165,6 +166,14 @@ def request_of(
 
 
 # ---- sources
+
+
+def merged(drafts: Sequence[Draft], budget: int, mixture: Mixture | None = None, root: int = 0, position: int = 0) -> CandidateTree:
+    """The drafts' own estimates merged: draft s has row s of the mixture, by default what a session begins with."""
+    together = Drafts.of(drafts)
+    odds = np.array([kernels.log_odds(prob) for prob in together.probs], np.float64)
+    rows = np.arange(len(drafts))
+    return merge(together, odds, rows, mixture or Mixture.equal(len(drafts)), root, position, budget)
 
 
 def chain(tokens: Sequence[int], prob: float = 0.8) -> Draft:

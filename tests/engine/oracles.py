@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import SamplingParams
-from engine.tree import CandidateTree, CostCurve, Draft
+from engine.tree import CandidateTree, CostCurve, Draft, Mixture
 
 Path = tuple[int, ...]
 """The tokens from below the root down to a node; () is the root."""
@@ -39,36 +39,76 @@ def tree_paths(tree: CandidateTree) -> list[Path]:
     return found
 
 
-def pool(drafts: Sequence[Draft], weights: Sequence[float]) -> dict[Path, tuple[float, int]]:
-    """Every path any draft holds -> (its probability under the linear pool, the bits of the sources that hold it).
+def log_odds(prob: float) -> float:
+    """log(p / (1 - p)) within [-7, 7]."""
+    if not 0 < prob < 1:
+        return -7.0 if prob <= 0 else 7.0
+    return min(max(math.log(prob / (1 - prob)), -7.0), 7.0)
 
-    At each parent only sources that propose the parent and a child of it have a say; a child they do not propose counts as 0.
+
+def chance(odds: float) -> float:
+    """The probability of log-odds."""
+    return 1 / (1 + math.exp(-odds))
+
+
+def mix(drafts: Sequence[Draft], mixture: Mixture) -> dict[Path, tuple[float, int]]:
+    """Every path any draft holds -> (its probability under the mixture, the bits of the sources that hold it).
+
+    Draft s has row s of the mixture. At each parent only sources that propose the parent and a child of it have a say.
     """
     held = [paths(draft) for draft in drafts]
     every = sorted({path for mapping in held for path in mapping}, key=lambda path: (len(path), path))
-    pooled: dict[Path, tuple[float, int]] = {(): (1.0, 0)}
-    for path in every:
-        parent = path[:-1]
-        speakers = [s for s, mapping in enumerate(held) if any(other[:-1] == parent for other in mapping)]
-        given_parent = sum(weights[s] * held[s].get(path, 0.0) for s in speakers) / sum(weights[s] for s in speakers)
-        bits = sum(1 << s for s, mapping in enumerate(held) if path in mapping)
-        pooled[path] = (pooled[parent][0] * min(given_parent, 1.0), bits)
-    return pooled
+    mixed: dict[Path, tuple[float, int]] = {(): (1.0, 0)}
+    for parent in [(), *every]:
+        children = [path for path in every if path[:-1] == parent and path]
+        alone = {}
+        for path in children:
+            proposing = [s for s, mapping in enumerate(held) if path in mapping]
+            column = min(len(proposing), 3) - 1
+            odds = float(mixture.bias[column])
+            for s, mapping in enumerate(held):
+                siblings = [chance(log_odds(mapping[other])) for other in children if other in mapping]
+                if s in proposing:
+                    odds += mixture.slopes[s, column] * log_odds(mapping[path])
+                elif siblings:
+                    odds += mixture.doubts[s, column] * math.log(max(1 - sum(siblings), 2**-8))
+            alone[path] = chance(min(max(odds, -20.0), 20.0)), sum(1 << s for s in proposing)
+        total = max(1.0, sum(prob for prob, _ in alone.values()))
+        mixed |= {path: (mixed[parent][0] * prob / total, bits) for path, (prob, bits) in alone.items()}
+    return mixed
 
 
-def merge(drafts: Sequence[Draft], weights: Sequence[float], budget: int) -> list[tuple[Path, float, int]]:
+def mixed_alone(drafts: Sequence[Draft], mixture: Mixture) -> dict[int, float]:
+    """Every token below the root -> its mixed probability, siblings not scaled."""
+    held = [paths(draft) for draft in drafts]
+    tokens = {path[0] for mapping in held for path in mapping if len(path) == 1}
+    found = {}
+    for token in tokens:
+        column = min(sum((token,) in mapping for mapping in held), 3) - 1
+        odds = float(mixture.bias[column])
+        for s, mapping in enumerate(held):
+            siblings = [chance(log_odds(prob)) for path, prob in mapping.items() if len(path) == 1]
+            if (token,) in mapping:
+                odds += mixture.slopes[s, column] * log_odds(mapping[token,])
+            elif siblings:
+                odds += mixture.doubts[s, column] * math.log(max(1 - sum(siblings), 2**-8))
+        found[token] = chance(odds)
+    return found
+
+
+def merge(drafts: Sequence[Draft], mixture: Mixture, budget: int) -> list[tuple[Path, float, int]]:
     """The best `budget` candidates as (path, path probability, source bits), after the root's entry.
 
     Among nodes whose parent is taken, the likeliest is next; ties go to the smaller token, then to the parent taken earlier.
     """
-    pooled = pool(drafts, weights)
+    mixed = mix(drafts, mixture)
     taken: list[Path] = [()]
     while len(taken) <= budget:
-        frontier = [path for path in pooled if path not in taken and path[:-1] in taken]
+        frontier = [path for path in mixed if path not in taken and path[:-1] in taken]
         if not frontier:
             break
-        taken.append(min(frontier, key=lambda path: (-pooled[path][0], path[-1], taken.index(path[:-1]))))
-    return [(path, *pooled[path]) for path in taken]
+        taken.append(min(frontier, key=lambda path: (-mixed[path][0], path[-1], taken.index(path[:-1]))))
+    return [(path, *mixed[path]) for path in taken]
 
 
 def draft_is_valid(draft: Draft, vocab_size: int) -> bool:
@@ -129,38 +169,60 @@ def outcomes(draft: Draft, emitted: Sequence[int]) -> tuple[list[int], int]:
     return out, reached
 
 
-_PROBS = [0.001, 0.003, 0.01, 0.03]
 _LENGTHS = [0, 1, 2, 3, 4, 7, 11, 15]
 _COUNTS = [0, 1, 2, 4, 8, 16, 64]
+_DEPTHS = [1, 2, 4]
+
+Context = tuple[int, ...]
 
 
-def bucket(prob: float, length: int, count: int) -> int:
-    """The number of a bucket: tenths (the first in five parts), then the first class whose upper end is not passed."""
-    tenth = min(math.floor(prob * 10), 9)
-    by_prob = tenth + 4 if tenth else sum(prob >= edge for edge in _PROBS)
-    by_length = sum(length > end for end in _LENGTHS)
-    by_count = sum(count > end for end in _COUNTS)
-    return by_prob * 72 + by_length * 8 + by_count
+def contexts(length: int, count: int, depth: int) -> list[Context]:
+    """The classes of a node from the coarsest to the finest: of each number the first class whose upper end is not passed."""
+    classes = [
+        sum(number > end for end in ends) for number, ends in ((length, _LENGTHS), (count, _COUNTS), (depth, _DEPTHS))
+    ]
+    return [tuple(classes[:level]) for level in range(4)]
 
 
 class Counts:
-    """Calibration as a dict of (hits, trials)."""
+    """Calibration of one source as a dict of (hits, trials) by context and knot."""
 
     def __init__(self, strength: float, keep: float) -> None:
         self.strength, self.keep = strength, keep
-        self.table: dict[int, tuple[float, float]] = {}
+        self.table: dict[tuple[Context, int], tuple[float, float]] = {}
 
-    def estimate(self, prob: float, length: int, count: int) -> float:
-        """The posterior mean of a node."""
-        hits, trials = self.table.get(bucket(prob, length, count), (0.0, 0.0))
-        return (hits + self.strength * prob) / (trials + self.strength)
+    def estimate(self, prob: float, length: int, count: int, depth: int) -> float:
+        """The log-odds of a node: those of its two knots' rates, by distance."""
+        return sum(share * log_odds(self._rate(knot, length, count, depth)) for knot, share in self._knots(prob))
 
-    def observe(self, prob: float, length: int, count: int, outcome: int) -> None:
+    def observe(self, prob: float, length: int, count: int, depth: int, outcome: int) -> None:
         """Count one outcome."""
-        if outcome >= 0:
-            key = bucket(prob, length, count)
-            hits, trials = self.table.get(key, (0.0, 0.0))
-            self.table[key] = (hits * self.keep + outcome, trials * self.keep + 1)
+        for knot, share in self._knots(prob) if outcome >= 0 else []:
+            for context in contexts(length, count, depth):
+                hits, trials = self.table.get((context, knot), (0.0, 0.0))
+                fade = 1 - (1 - self.keep) * share
+                self.table[context, knot] = (hits * fade + share * outcome, trials * fade + share)
+
+    def _knots(self, prob: float) -> list[tuple[int, float]]:
+        low = min(math.floor(log_odds(prob)), 6)
+        return [(low, 1 - (log_odds(prob) - low)), (low + 1, log_odds(prob) - low)]
+
+    def _rate(self, knot: int, length: int, count: int, depth: int) -> float:
+        rate = chance(knot)
+        for context in contexts(length, count, depth):
+            hits, trials = self.table.get((context, knot), (0.0, 0.0))
+            rate = (hits + self.strength * rate) / (trials + self.strength)
+        return rate
+
+
+def judged(tree: CandidateTree, emitted: Sequence[int]) -> list[tuple[float, int]]:
+    """(promised probability given the parent, outcome) of every candidate whose parent was emitted."""
+    said, seen = tuple(emitted), []
+    by_path = dict(zip(tree_paths(tree), tree.probs.tolist(), strict=True))
+    for path, prob in by_path.items():
+        if path and path[:-1] == said[: len(path) - 1] and len(path) <= len(said):
+            seen.append((prob / by_path[path[:-1]], int(path == said[: len(path)])))
+    return seen
 
 
 # ---- noise and choice

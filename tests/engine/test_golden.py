@@ -12,9 +12,10 @@ from engine.calibration import Calibration
 from engine.session import Session
 from engine.target import StepResult
 from engine.target.batching import cut_together
-from engine.tree import CandidateTree, CostCurve, best_size, merge
+from engine.tree import CandidateTree, CostCurve, best_size
 from tests.golden import check
 from tests.golden.notation import draw, parse_draft, parse_tree
+from tests.speculation import merged
 
 Pairs = Mapping[str, str]
 
@@ -45,8 +46,7 @@ def limits_of(arguments: Pairs) -> Limits:
 def merge_command(arguments: Pairs, inputs: Pairs) -> str:
     """Merge the drafts, and cut at the price if there is one."""
     drafts = [parse_draft(text) for text in inputs.values()]
-    weights = floats(arguments["weights"]) if "weights" in arguments else [1.0] * len(drafts)
-    tree = merge(drafts, weights, int(arguments["root"]), 0, int(arguments["budget"]))
+    tree = merged(drafts, int(arguments["budget"]), root=int(arguments["root"]))
     if "rows" in arguments:
         tree = tree.cut(1 + best_size(tree.probs[1:], curve_of(arguments)))
     tree.validate(100)

@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from engine import kernels
 from engine.acceptance import SamplingParams
-from engine.tree import Draft
+from engine.calibration import Calibration
+from engine.session import Session
+from engine.target import StepResult
+from engine.tree import CostCurve, Draft, Drafts, Mixture
 from tests.engine import oracles
-from tests.speculation import random_draft
+from tests.speculation import merged, random_draft
 
 SEEDS = [0, 1, 2**31, 2**63, 2**64 - 1]
 
@@ -236,45 +239,113 @@ def test_the_nucleus_ends_within_its_bin_however_sums_round() -> None:
 # ---- calibration
 
 
-@given(st.floats(0, 1, width=32), st.integers(-1, 40), st.integers(-1, 200))
-def test_bucket_is_the_class_its_edges_say(prob: float, length: int, count: int) -> None:
-    """The bucket's number is that of its tenth, length class and count class, and within the table."""
-    found = kernels.bucket(np.float32(prob), length, count)
-    assert found == oracles.bucket(float(np.float32(prob)), length, count)
-    assert 0 <= found < kernels.NUM_BUCKETS
+@given(st.integers(-1, 40), st.integers(-1, 200), st.integers(1, 20))
+def test_contexts_are_the_classes_their_edges_say(length: int, count: int, depth: int) -> None:
+    """Two nodes share a row of the table on a level exactly if their classes are equal there, and every row is within it."""
+    rows = [kernels.context_of(length, count, depth, level) for level in range(4)]
+    firsts = [0, 1, 1 + 9, 1 + 9 + 72]
+    length_class, count_class, depth_class = oracles.contexts(length, count, depth)[3]
+    expected = [0, length_class, length_class * 8 + count_class, (length_class * 8 + count_class) * 4 + depth_class]
+    assert rows == [first + offset for first, offset in zip(firsts, expected, strict=True)]
+    assert max(rows) < kernels.NUM_CONTEXTS
 
 
-def test_last_bucket_is_the_tables_last() -> None:
-    """The surest, longest, most frequent evidence falls into the last bucket: the table has no entry to spare."""
-    assert kernels.bucket(np.float32(1), 10**6, 10**6) == kernels.NUM_BUCKETS - 1
+def test_the_last_context_is_the_tables_last() -> None:
+    """The longest, most frequent, deepest evidence has the last row: the table has none to spare."""
+    assert kernels.context_of(10**6, 10**6, 10**6, 3) == kernels.NUM_CONTEXTS - 1
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 3), max_size=6))
 def test_outcomes_are_those_of_the_paths(seed: int, emitted: list[int]) -> None:
     """A node is a hit, a miss or unknown as its path compares to what was emitted, and the credit is the longest hit."""
-    draft = random_draft(np.random.default_rng(seed), 4, 20)
-    out = np.empty(len(draft), np.int8)
-    reached = kernels.outcomes(draft.tokens, draft.parents, np.array(emitted, np.int32), out)
-    assert (out.tolist(), reached) == oracles.outcomes(draft, emitted)
+    rng = np.random.default_rng(seed)
+    drafts = [random_draft(rng, 4, 12) for _ in range(3)]
+    together = Drafts.of(drafts)
+    out, reached = np.empty(len(together), np.int8), np.empty(3, np.int64)
+    kernels.outcomes(together.tokens, together.parents, together.ends, np.array(emitted, np.int32), out, reached)
+    expected = [oracles.outcomes(draft, emitted) for draft in drafts]
+    assert out.tolist() == [value for values, _ in expected for value in values]
+    assert reached.tolist() == [longest for _, longest in expected]
 
 
 @given(st.integers(0, 2**32))
 def test_counts_are_those_of_a_dict(seed: int) -> None:
-    """After any run of observations every estimate equals that of counts kept in a dict."""
+    """After any run of observations every estimate equals that of counts kept in a dict for each source."""
     rng = np.random.default_rng(seed)
     strength, keep = 8.0, 0.9
-    hits, trials = np.zeros(kernels.NUM_BUCKETS), np.zeros(kernels.NUM_BUCKETS)
-    twin = oracles.Counts(strength, keep)
+    hits = np.zeros((2, kernels.NUM_CONTEXTS, kernels.NUM_KNOTS))
+    trials = hits.copy()
+    twins = [oracles.Counts(strength, keep), oracles.Counts(strength, keep)]
     for _ in range(4):
-        draft = random_draft(rng, 6, 12)
-        outcome = rng.integers(-1, 2, len(draft)).astype(np.int8)
-        estimates = np.empty(len(draft), np.float32)
-        kernels.calibrate(draft.probs, draft.lengths, draft.counts, hits, trials, strength, estimates)
-        nodes = list(zip(draft.probs.tolist(), draft.lengths.tolist(), draft.counts.tolist(), strict=True))
-        assert estimates.tolist() == [np.float32(twin.estimate(*node)) for node in nodes]
-        kernels.observe(draft.probs, draft.lengths, draft.counts, outcome, hits, trials, keep)
-        for node, value in zip(nodes, outcome.tolist(), strict=True):
-            twin.observe(*node, value)
+        drafts = [random_draft(rng, 6, 12) for _ in range(3)]
+        rows = rng.integers(0, 2, 3)
+        d = Drafts.of(drafts)
+        odds, depths = kernels.calibrate(d.parents, d.probs, d.lengths, d.counts, d.ends, rows, hits, trials, strength)
+        owner = np.repeat(rows, [len(draft) for draft in drafts]).tolist()
+        assert depths.tolist() == [len(path) for draft in drafts for path in oracles.paths(draft)]
+        nodes = list(zip(d.probs.tolist(), d.lengths.tolist(), d.counts.tolist(), depths.tolist(), strict=True))
+        assert odds.tolist() == pytest.approx([twins[row].estimate(*node) for row, node in zip(owner, nodes, strict=True)])
+        outcome = rng.integers(-1, 2, len(d)).astype(np.int8)
+        kernels.observe(d.probs, d.lengths, d.counts, depths, d.ends, rows, outcome, hits, trials, keep)
+        for row, node, value in zip(owner, nodes, outcome.tolist(), strict=True):
+            twins[row].observe(*node, value)
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_mixing_learns_down_the_gradient_of_log_loss(seed: int, emitted: list[int]) -> None:
+    """One step on the weights is `rate` against the log-loss's slope in each of them, measured by moving it a little."""
+    rng = np.random.default_rng(seed)
+    drafts = [random_draft(rng, 4, 3) for _ in range(2)]
+    first = [Draft(*(getattr(d, f)[d.parents < 0] for f in ("tokens", "parents", "probs", "lengths", "counts"))) for d in drafts]
+    together = Drafts.of(first)
+    odds = np.array([kernels.log_odds(prob) for prob in together.probs])
+    rows, said = np.array([0, 1]), np.array(emitted[:1], np.int32)
+    mixture = Mixture.equal(2)
+
+    def loss() -> float:
+        proposed = oracles.mixed_alone(first, mixture)
+        return -sum(np.log(prob if token == emitted[0] else 1 - prob) for token, prob in proposed.items())
+
+    before = [array.copy() for array in (mixture.slopes, mixture.doubts, mixture.bias)]
+    slope = []
+    for array in (mixture.slopes, mixture.doubts, mixture.bias):
+        found = np.zeros_like(array)
+        for index in np.ndindex(array.shape):
+            value = array[index]
+            array[index] = value + 1e-5
+            above = loss()
+            array[index] = value - 1e-5
+            found[index] = (above - loss()) / 2e-5
+            array[index] = value
+        slope.append(found)
+    rate = 1e-6
+    kernels.learn(
+        together.tokens,
+        together.parents,
+        odds,
+        together.ends,
+        rows,
+        mixture.slopes,
+        mixture.doubts,
+        mixture.bias,
+        said,
+        rate,
+    )
+    for array, was, down in zip((mixture.slopes, mixture.doubts, mixture.bias), before, slope, strict=True):
+        assert (was - array) / rate == pytest.approx(down, rel=1e-3, abs=1e-3)
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_what_is_judged_are_the_candidates_whose_parent_was_emitted(seed: int, emitted: list[int]) -> None:
+    """Promises, outcomes, number and log-loss are those of a list of such candidates."""
+    tree = merged([random_draft(np.random.default_rng(seed), 4, 12)], 20)
+    table = np.zeros((3, kernels.NUM_KNOTS))
+    loss = kernels.judge(tree.tokens, tree.parents, tree.probs, np.array(emitted, np.int32), table)
+    expected = oracles.judged(tree, emitted)
+    assert table.sum(axis=1).tolist() == pytest.approx(
+        [sum(prob for prob, _ in expected), sum(outcome for _, outcome in expected), len(expected)]
+    )
+    assert loss == pytest.approx(-sum(np.log(max(p if hit else 1 - p, 1e-4)) for p, hit in expected), rel=1e-4)
 
 
 # ---- compilation
@@ -288,5 +359,7 @@ def test_warmup_leaves_nothing_to_compile() -> None:
     draft = Draft.of([1, 2], [-1, 0], [0.5, 0.5])
     draft.validate(4)
     choose(np.zeros(8, np.float32), SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
-    kernels.outcomes(draft.tokens, draft.parents, np.array([1], np.int32), np.empty(2, np.int8))
+    session = Session(np.array([1], np.int32), ["prompt"], Calibration())
+    tree = session.tree([draft], CostCurve.flat())
+    session.commit(StepResult(np.array([1], np.int32), np.array([1, 3], np.int32), "", np.arange(len(tree), dtype=np.int32)))
     assert {f.__name__: len(f.signatures) for f in compiled} == before

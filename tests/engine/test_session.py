@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import kernels
 from engine.acceptance import Limits, walk
 from engine.calibration import Calibration
 from engine.session import Session
 from engine.target import StepResult
-from engine.tree import CANDIDATE, LOOKAHEAD, CandidateTree, CostCurve, Draft, LookaheadRows, with_room
+from engine.tree import CANDIDATE, LOOKAHEAD, CandidateTree, CostCurve, Draft, Drafts, LookaheadRows, with_room
 from tests.speculation import chain, random_draft
 
 VOCAB = 5
@@ -145,14 +146,17 @@ def test_a_long_answer_outgrows_the_first_buffer() -> None:
     assert session.tokens.dtype == np.int32
 
 
-def test_calibration_is_shared_by_the_parts_of_a_source_and_kept_from_others() -> None:
-    """`corpus:a` and `corpus:b` are one source to calibration, `prompt` another."""
+def test_calibration_is_kept_for_every_source() -> None:
+    """`corpus:a` and `corpus:b` are told apart: the one that was right is believed, the other is not."""
     calibration = Calibration()
     session = Session(np.array([1], np.int32), ["corpus:a", "corpus:b", "prompt"], calibration)
-    tree = session.tree([chain([1]), chain([2]), chain([1])], FREE)
-    session.commit(answer(tree, [1, 0]))
-    assert set(calibration.tables) == {"corpus", "prompt"}
-    assert calibration.tables["corpus"][1].sum() == pytest.approx(1.999)
+    for _ in range(50):
+        session.commit(answer(session.tree([chain([1]), chain([2]), None], FREE), [1, 0]))
+    right, wrong, unheard = calibration.rows(session.labels)
+    drafts = Drafts.of([chain([1]), chain([1]), chain([1])])
+    odds, _ = calibration.log_odds(drafts, np.array([right, wrong, unheard]))
+    assert odds[1] < odds[2] < odds[0]
+    assert odds[2] == pytest.approx(kernels.log_odds(np.float32(0.8)))
 
 
 def test_proposals_are_scored_whether_verified_or_not() -> None:
@@ -161,8 +165,9 @@ def test_proposals_are_scored_whether_verified_or_not() -> None:
     session = Session(np.array([1], np.int32), ["corpus"], calibration, max_nodes=0)
     session.commit(answer(session.tree([chain([3, 4])], FREE), [3]))
     assert session.tally.num_verified == 0
-    hits, trials = calibration.tables["corpus"]
-    assert (hits.sum(), trials.sum()) == (1, 1)
+    assert session.reached == (1,)
+    assert calibration.trials[0, 0].sum() == pytest.approx(1)
+    assert calibration.hits[0, 0].sum() == pytest.approx(1)
 
 
 def test_a_dropped_source_keeps_its_trust_and_a_silent_one_does_not() -> None:
@@ -172,10 +177,9 @@ def test_a_dropped_source_keeps_its_trust_and_a_silent_one_does_not() -> None:
         session = session_of(["a", "b"])
         for _ in range(10):
             session.commit(answer(session.tree([chain([1], 0.5), absent], FREE), [1, 2]))
-        tree = session.tree([chain([1], 0.5), chain([3], 0.5)], FREE)
-        shares.append(float(tree.probs[tree.tokens == 3][0]))
+        shares.append(float(session.trust[1]))
     asleep, silent = shares
-    assert silent < 0.15 < asleep
+    assert silent < 0.1 and asleep == pytest.approx(0.5)
 
 
 def test_masks_name_the_sources_of_accepted_tokens() -> None:

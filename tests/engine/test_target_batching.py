@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engine.target import batching
 from engine.target.batching import Batcher, CostMeter, Work, cut_together
-from engine.tree import CandidateTree, CostCurve, Draft, merge, with_room
+from engine.tree import CandidateTree, CostCurve, Draft, with_room
 from tests.engine import oracles_target as oracles
-from tests.speculation import random_draft
+from tests.speculation import merged, random_draft
 
 CURVES = [
     CostCurve.flat(),
@@ -29,7 +29,7 @@ CURVES = [
 def trees_of(seed: int, num_trees: int, most: int) -> list[CandidateTree]:
     """Trees merged from random drafts."""
     rng = np.random.default_rng(seed)
-    return [merge([random_draft(rng, 6, most)], [1.0], 0, 3, most) for _ in range(num_trees)]
+    return [merged([random_draft(rng, 6, most)], most, position=3) for _ in range(num_trees)]
 
 
 # ---- cutting
@@ -67,7 +67,7 @@ def test_no_trees_and_too_many_trees() -> None:
 
 def test_lookahead_rows_are_not_cut_by_the_price_of_candidates() -> None:
     """A real bug: rows that promise no token were taken for worthless candidates. The tree beside it is cut as ever."""
-    tree = merge([Draft.of([1, 2], [-1, 0], [0.1, 0.9])], [1.0], 0, 3, 8)
+    tree = merged([Draft.of([1, 2], [-1, 0], [0.1, 0.9])], 8, position=3)
     rows = CandidateTree(
         np.append(tree.tokens, [5, 6]).astype(np.int32),
         np.append(tree.parents, [0, 3]).astype(np.int32),

@@ -1,0 +1,461 @@
+"""What each source is worth on recorded answers, without a model and without a clock.
+
+    python benchmarks/replay.py                                        # every set, ten minutes on one core
+    python benchmarks/replay.py --sets chat,sql --budgets 16 --limit 40
+    python benchmarks/replay.py --peers /tmp/peers-draft/bin/python     # beside other people's code
+
+Every set is a row of requests whose answers are known: recorded answers of models (the evaluation data's traces) and what a newer
+release of a package adds to an older one, which is the corpus there. The requests are served in order by the real sources,
+calibration and merge; a target that says what was recorded takes the place of the model, so a step costs microseconds, and the
+figure that is left is tokens per step. A tree always has as many nodes as the budget allows. What one answer taught (calibration,
+credit, history) is there for the next one of its set, and nothing crosses from set to set or from budget to budget.
+
+Rows: `all` sources together; each source alone; peers by their own code with the same budget of nodes on the same tokens
+(`replay_peers.py`, in an environment of its own); the oracle, which knows at every step which source will reach furthest and
+takes that one's draft. Calibration is judged on every node whose parent was accepted: the error over 15 bins of equal mass
+(expected calibration error) and the log-loss, `log_loss_raw` being that of the same nodes pooled as the sources had them.
+
+Records are sampled by a hash of what they are about, in the file's order; `--limit` says how many a set. Two runs print the same,
+but for the microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numba import njit
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from corpora.build import build
+from corpora.catalog import DEFAULT_TENANT, Catalog
+from engine import kernels
+from engine.acceptance import Limits, walk
+from engine.app import make_drafters, prepare_process
+from engine.calibration import Calibration
+from engine.drafters import DraftRequest, Feedback
+from engine.drafters.panel import Panel
+from engine.memory import Tenant
+from engine.models import cache_root, tokenizer_folder
+from engine.session import Session
+from engine.target import StepResult
+from engine.text import Tokenizer
+from engine.tree import CandidateTree, CostCurve, Draft
+from retriever.datastore import Datastore
+
+sys.path.insert(0, str(Path(__file__).parent))
+from complete import make_pair
+
+Tokens = NDArray[np.int32]
+
+FREE = CostCurve.flat()
+SOURCES = ("corpus", "prompt", "history")
+NUM_BINS = 15
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request: what was asked (int32 [n]) and what was answered (int32 [m], m >= 1)."""
+
+    prompt: Tokens
+    answer: Tokens
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A set of traces: its file, and how many records are taken if nothing is said."""
+
+    file: str
+    limit: int
+
+
+@dataclass(frozen=True)
+class Completions:
+    """A set of completions: the release pair, `complete.PAIRS`' name, and the kind of text."""
+
+    pair: str
+    kind: str
+    limit: int
+
+
+SETS: Mapping[str, Recording | Completions] = {
+    "chat": Recording("chat_mtbench_vicuna33b", 20),
+    "judge": Recording("judge_mtbench_gpt4", 40),
+    "rag": Recording("rag_mtrag_gpt4o_llama405b", 60),
+    "agent-software": Recording("agent_swebench_verified_gemini3pro", 2),
+    "agent-tools": Recording("agent_taubench_airline_gpt4o", 16),
+    "thought": Recording("cot_zeroeval_math_crux_gsm", 30),
+    "thought-long": Recording("cot_reasoning_gym_2models", 10),
+    "sql": Recording("text2sql_bird_3models", 120),
+    "pydantic": Completions("pydantic", "code", 50),
+    "django": Completions("django", "code", 50),
+    "django-docs": Completions("django", "docs", 50),
+}
+
+
+# ---- the sets
+
+
+def data_folder() -> Path:
+    """Where the evaluation data is. Exits with what to do where it is not."""
+    data = Path(os.environ.get("DRAFTLOOM_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    if not (data / "read_data.py").exists():
+        sys.exit(f"the evaluation data is not in {data}: set DRAFTLOOM_DATA")
+    return data
+
+
+def sample(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """About `limit` records, those whose subject has the smallest hash, in the order of the file.
+
+    Records about the same thing (one question put to several models: ids that differ after the last slash or colon) come together.
+    """
+
+    def place(record: dict[str, Any]) -> str:
+        return hashlib.sha256(str(record.get("prompt") or record["id"]).encode()).hexdigest()
+
+    chosen = sorted(range(len(records)), key=lambda i: (place(records[i]), i))[:limit]
+    return [records[i] for i in sorted(chosen)]
+
+
+def recorded(recording: Recording, limit: int, tokenizer: Tokenizer) -> list[Turn]:
+    """The turns of a set of traces, as Qwen2.5's chat template puts them; every answer ends with the token that ends a turn."""
+    sys.path.insert(0, str(data_folder()))
+    from read_data import jsonl
+
+    turns = []
+    for record in sample(list(jsonl(data_folder() / "traces" / f"{recording.file}.jsonl.gz")), limit):
+        messages = record.get("messages") or [
+            {"role": "user", "content": record["prompt"]},
+            {"role": "assistant", "content": record["output"]},
+        ]
+        text: list[Tokens] = []
+        for message in messages:
+            text.append(tokenizer.encode(f"<|im_start|>{message['role']}\n", special=True))
+            content = tokenizer.encode(message["content"] or "")
+            end = tokenizer.encode("<|im_end|>\n", special=True)
+            if message["role"] == "assistant" and len(content):
+                turns.append(Turn(np.concatenate(text), np.concatenate([content, end[:1]])))
+            text += [content, end]
+    return turns
+
+
+def completed(completions: Completions, limit: int, tokenizer: Tokenizer) -> list[Turn]:
+    """The turns of a set of completions: raw prefixes, and what the newer release has there."""
+    _, _, path = make_pair(completions.pair)
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in records if record["kind"] == completions.kind and record["prefix"]]
+    chosen = sorted(records, key=lambda record: hashlib.sha256(record["id"].encode()).hexdigest())[:limit]
+    return [Turn(tokenizer.encode(record["prefix"]), tokenizer.encode(record["added"])) for record in chosen]
+
+
+def datastore(pair: str, tokenizer: Tokenizer, folder: Path) -> Datastore:
+    """The older release of a pair, indexed once and kept in `folder`."""
+    catalog = Catalog(folder)
+    name = f"replay-{pair}"
+    if name not in [corpus.name for corpus in catalog.list(DEFAULT_TENANT)]:
+        console.print(f"indexing {pair}")
+        build(name, [make_pair(pair)[1]], tokenizer, catalog)
+    corpus = catalog.get(name, DEFAULT_TENANT)
+    return Datastore.open(catalog.version_path(name, corpus.active.id), tokenizer.fingerprint, corpus.active.vocab_size)
+
+
+# ---- the replay
+
+
+@dataclass
+class Replay:
+    """What came of one row: tokens and steps, what each source alone had (`unique`), and the nodes that were judged.
+
+    `judged` holds (probability given the parent, the same uncalibrated, 1 if it came true).
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    unique: dict[str, int] = field(default_factory=dict)
+    promised: float = 0.0
+    judged: list[NDArray[np.float64]] = field(default_factory=list)
+    microseconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_tokens / max(self.num_steps, 1)
+
+
+def replay(turns: Sequence[Turn], stores: Mapping[str, Datastore], names: Sequence[str], budget: int, vocab_size: int) -> Replay:
+    """Serve the turns with these sources and trees of `budget` nodes."""
+    found = Replay()
+    drafters = list(make_drafters(names).values())
+    calibration = Calibration.of(None)
+    memory = Tenant(clock=lambda: 0.0)
+
+    async def run() -> None:
+        for turn in turns:
+            request = DraftRequest(DEFAULT_TENANT, "replay", turn.prompt, stores, memory=memory)
+            with Panel(drafters, request, vocab_size, budget=budget, deadline=float("inf")) as panel:
+                session = Session(turn.prompt, panel.labels, calibration, budget)
+                await serve(session, panel, turn, found)
+
+    asyncio.run(run())
+    return found
+
+
+async def serve(session: Session, panel: Panel, turn: Turn, found: Replay) -> None:
+    """One request, step by step."""
+    limits = Limits(max_tokens=len(turn.answer))
+    while not session.finished:
+        done = session.num_emitted
+        start = time.perf_counter()
+        drafts = await panel.propose(session.tokens)
+        tree = session.tree(drafts, FREE)
+        drafted = time.perf_counter()
+        ahead = turn.answer[done:]
+        taken = walk(tree, lambda node, emitted, ahead=ahead: int(ahead[len(emitted)]), limits, done)
+        judge(tree, drafts, taken.tokens, found)
+        result = StepResult(taken.path, taken.tokens, taken.finish, np.arange(len(tree), dtype=np.int32))
+        committing = time.perf_counter()
+        step = session.commit(result)
+        panel.accept(step.tokens, result.feedback)
+        found.microseconds.append(1e6 * (drafted - start + time.perf_counter() - committing))
+    found.num_tokens += session.num_emitted
+    found.num_steps += session.tally.num_steps
+    for label, count in zip(session.labels, session.tally.unique.tolist(), strict=True):
+        name = label.partition(":")[0]
+        found.unique[name] = found.unique.get(name, 0) + count
+
+
+# ---- judging the estimates
+
+
+def judge(tree: CandidateTree, drafts: Sequence[Draft | None], emitted: Tokens, found: Replay) -> None:
+    """Note what was promised for every node whose parent was accepted, and what came of it."""
+    found.promised += float(tree.probs.sum(dtype=np.float64)) - 1.0
+    heard = [draft for draft in drafts if draft is not None and len(draft)]
+    if len(tree) < 2 or not heard:
+        return
+    ends = np.cumsum([len(draft) for draft in heard])
+    tokens, parents, probs = (np.concatenate([getattr(d, name) for d in heard]) for name in ("tokens", "parents", "probs"))
+    found.judged.append(_judge(tree.tokens, tree.parents, tree.probs, tokens, parents, probs, ends, emitted))
+
+
+@njit(cache=True)
+def _judge(
+    tree_tokens: Any, tree_parents: Any, tree_probs: Any, tokens: Any, parents: Any, probs: Any, ends: Any, emitted: Any
+) -> Any:
+    """float64 [n, 3]: (probability given the parent, the mean of the raw ones of all sources that say anything there, outcome)."""
+    judged = np.empty((len(tree_tokens) - 1, 3))
+    count = 0
+    cursors = np.full(len(ends), -1, np.int64)  # where the accepted path is in every draft; -2: it does not hold it
+    node = 0
+    for said in emitted:
+        after = -1
+        for i in range(node + 1, len(tree_tokens)):
+            if tree_parents[i] != node:
+                continue
+            total, speakers = 0.0, 0
+            start = 0
+            for s in range(len(ends)):
+                speaks = False
+                for j in range(start, ends[s]):
+                    if parents[j] == cursors[s]:
+                        speaks = True
+                        if tokens[j] == tree_tokens[i]:
+                            total += probs[j]
+                speakers += speaks
+                start = ends[s]
+            judged[count, 0] = tree_probs[i] / max(tree_probs[node], 1e-30)
+            judged[count, 1] = total / max(speakers, 1)
+            judged[count, 2] = tree_tokens[i] == said
+            count += 1
+            if tree_tokens[i] == said:
+                after = i
+        start = 0
+        for s in range(len(ends)):
+            below = -2
+            for j in range(start, ends[s]):
+                if parents[j] == cursors[s] and tokens[j] == said:
+                    below = j - start
+            cursors[s] = below
+            start = ends[s]
+        node = after
+        if node < 0:
+            break
+    return judged[:count]
+
+
+def calibration_error(probs: NDArray[np.float64], outcomes: NDArray[np.float64]) -> float:
+    """Expected calibration error over bins of equal mass: the mean distance of promised from observed rate."""
+    order = np.argsort(probs, kind="stable")
+    bins = np.array_split(order, NUM_BINS)
+    return float(sum(len(b) * abs(probs[b].mean() - outcomes[b].mean()) for b in bins if len(b)) / max(len(order), 1))
+
+
+def log_loss(probs: NDArray[np.float64], outcomes: NDArray[np.float64]) -> float:
+    """Mean negative log-likelihood in nats; a probability of 0 or 1 is taken as one in a thousand off."""
+    clipped = np.clip(probs, 1e-3, 1 - 1e-3)
+    return float(-np.mean(np.where(outcomes > 0, np.log(clipped), np.log1p(-clipped)))) if len(probs) else 0.0
+
+
+# ---- the oracle
+
+
+def oracle(turns: Sequence[Turn], stores: Mapping[str, Datastore], names: Sequence[str], budget: int, vocab_size: int) -> float:
+    """Tokens per step of one who knows which source's draft of `budget` nodes will reach furthest."""
+    drafters = list(make_drafters(names).values())
+    memory = Tenant(clock=lambda: 0.0)
+    num_tokens = num_steps = 0
+
+    async def run() -> None:
+        nonlocal num_tokens, num_steps
+        for turn in turns:
+            text = np.concatenate([turn.prompt, turn.answer])
+            request = DraftRequest(DEFAULT_TENANT, "replay", turn.prompt, stores, memory=memory)
+            with Panel(drafters, request, vocab_size, budget=budget, deadline=float("inf")) as panel:
+                at = len(turn.prompt)
+                while at < len(text):
+                    drafts = await panel.propose(text[:at])
+                    reached = max((reach(draft, text[at:]) for draft in drafts if draft is not None), default=0)
+                    emitted = text[at : at + reached + 1]
+                    panel.accept(emitted, Feedback())
+                    at += len(emitted)
+                    num_steps += 1
+            num_tokens += len(turn.answer)
+
+    asyncio.run(run())
+    return num_tokens / max(num_steps, 1)
+
+
+def reach(draft: Draft, ahead: Tokens) -> int:
+    """How many of the coming tokens the draft holds in a row from its root."""
+    return int(kernels.outcomes(draft.tokens, draft.parents, ahead, np.empty(len(draft), np.int8)))
+
+
+# ---- the whole
+
+
+def figures(
+    turns: Sequence[Turn], stores: Mapping[str, Datastore], budget: int, vocab_size: int
+) -> tuple[dict[str, Any], Replay]:
+    """Every row of one set and budget but the peers'."""
+    names = [name for name in SOURCES if name != "corpus" or stores]
+    every = replay(turns, stores, names, budget, vocab_size)
+    judged = np.concatenate(every.judged) if every.judged else np.zeros((0, 3))
+    row = {
+        "all": round(every.tokens_per_step, 4),
+        "sources": {name: round(replay(turns, stores, [name], budget, vocab_size).tokens_per_step, 4) for name in names},
+        "peers": {},
+        "oracle": round(oracle(turns, stores, names, budget, vocab_size), 4),
+        "calibration_error": round(calibration_error(judged[:, 0], judged[:, 2]), 4),
+        "log_loss": round(log_loss(judged[:, 0], judged[:, 2]), 4),
+        "log_loss_raw": round(log_loss(judged[:, 1], judged[:, 2]), 4),
+        "promised": round(every.promised / max(every.num_tokens - every.num_steps, 1), 4),
+        "unique": {name: round(count / max(every.num_steps, 1), 4) for name, count in every.unique.items()},
+        "num_tokens": every.num_tokens,
+    }
+    return row, every
+
+
+def peers(python: str, turns: Sequence[Turn], store: Datastore | None, budgets: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Budget -> peer -> tokens per step, by other people's code in their own environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "streams.npz"
+        np.savez(
+            path,
+            prompts=np.concatenate([turn.prompt for turn in turns]),
+            prompt_lengths=np.array([len(turn.prompt) for turn in turns]),
+            answers=np.concatenate([turn.answer for turn in turns]),
+            answer_lengths=np.array([len(turn.answer) for turn in turns]),
+            corpus=np.zeros(0, np.int32) if store is None else corpus_tokens(store),
+        )
+        script = Path(__file__).with_name("replay_peers.py")
+        said = subprocess.run(
+            [python, str(script), str(path), ",".join(map(str, budgets))], check=True, stdout=subprocess.PIPE, text=True
+        )
+    return dict(json.loads(said.stdout.splitlines()[-1]))
+
+
+def corpus_tokens(store: Datastore) -> Tokens:
+    """int32: every document of the corpus, -1 behind each."""
+    end = np.array([-1], np.int32)
+    return np.concatenate([part for i in range(store.num_documents) for part in (store.document_tokens(i), end)])
+
+
+def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
+    """Print the table of one set."""
+    first = next(iter(rows.values()))
+    table = Table(title=f"{name}: {first['num_tokens']} tokens", title_justify="left")
+    columns = ["budget", "all", *first["sources"], *first["peers"], "oracle", "error", "log-loss", "raw", "unique", "p50", "p99"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for budget, row in rows.items():
+        table.add_row(
+            str(budget),
+            f"{row['all']:.2f}",
+            *(f"{value:.2f}" for value in row["sources"].values()),
+            *(f"{value:.2f}" for value in row["peers"].values()),
+            f"{row['oracle']:.2f}",
+            f"{row['calibration_error']:.3f}",
+            f"{row['log_loss']:.3f}",
+            f"{row['log_loss_raw']:.3f}",
+            " ".join(f"{value:.2f}" for value in row["unique"].values()),
+            *(f"{value:.0f}" for value in row["microseconds"]),
+        )
+    Console(width=max(console.width, 150)).print(table)
+
+
+def main(
+    sets: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(SETS),
+    budgets: Annotated[str, typer.Option(help="Comma-separated numbers of nodes.")] = "4,8,16,32,64",
+    limit: Annotated[int, typer.Option(help="Records of a set; 0: each set's own number.")] = 0,
+    model: Annotated[str, typer.Option(help="Whose tokenizer.")] = "qwen2.5-coder-1.5b",
+    peers_python: Annotated[str, typer.Option("--peers", help="Python of an environment with the peers; none: left out.")] = "",
+) -> None:
+    """Replay recorded answers; print a table for each set, then one line of JSON."""
+    prepare_process()
+    tokenizer = Tokenizer.load(tokenizer_folder(model))
+    sizes = [int(size) for size in budgets.split(",")]
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for name in sets.split(","):
+        kind = SETS[name]
+        stores: dict[str, Datastore] = {}
+        if isinstance(kind, Recording):
+            turns = recorded(kind, limit or kind.limit, tokenizer)
+        else:
+            turns = completed(kind, limit or kind.limit, tokenizer)
+            stores = {kind.pair: datastore(kind.pair, tokenizer, cache_root().parent / "replay")}
+        store = next(iter(stores.values()), None)
+        beside = peers(peers_python, turns, store, sizes) if peers_python else {}
+        found[name] = {}
+        for size in sizes:
+            row, every = figures(turns, stores, size, tokenizer.vocab_size)
+            row["peers"] = beside.get(str(size), {})
+            row["microseconds"] = [round(float(np.percentile(every.microseconds, p)), 1) for p in (50, 99)]
+            times[size] += every.microseconds
+            found[name][size] = row
+        show(name, found[name])
+        for each in stores.values():
+            each.close()
+    overhead = {
+        size: {f"p{p}": round(float(np.percentile(times[size], p)), 1) for p in (50, 99)} for size in sizes if times[size]
+    }
+    print(json.dumps({"sets": found, "overhead_us": overhead}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
