@@ -79,15 +79,16 @@ def test_a_row_does_not_feel_how_many_there_are() -> None:
 
 
 def test_a_range_shared_by_all_rows_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the pinned columns, dynamic quantization takes its range from the whole batch, and rows feel each other."""
-    honest = Int8Matrix.scaled_product
+    """If activations were scaled by the largest value of the batch, as is common, rows would feel each other."""
+    honest = Int8Matrix.__call__
 
-    def unpinned(matrix: Int8Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        rows[:, matrix.width :] = 0.0
-        return honest(matrix, rows)
+    def shared(matrix: Int8Matrix, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return honest(matrix, np.concatenate([np.round(x * 127 / np.abs(x).max()), np.full((1, x.shape[1]), 127, np.float32)]))[
+            :-1
+        ]
 
     bench = Bench(tiny.model("llama", "int8"))
-    monkeypatch.setattr(Int8Matrix, "scaled_product", unpinned)
+    monkeypatch.setattr(Int8Matrix, "__call__", shared)
     text = text_of(1, 20, bench.model.vocab_size)
     assert not np.array_equal(bench.read(bench.table(), text), bench.read(bench.table(), text, 1))
 

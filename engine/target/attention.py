@@ -70,26 +70,33 @@ class Pass:
                 part.table.blocks, part.table.length,
             )  # fmt: skip
 
-    def rotate_and_store(
+    def decoder_layer(
         self,
         layer: int,
-        product: NDArray[np.float32],
-        scale: NDArray[np.float32],
-        bias: NDArray[np.float32],
+        x: NDArray[np.float32],
+        window: int,
         cos: NDArray[np.float32],
         sin: NDArray[np.float32],
-        query: NDArray[np.float32],
-    ) -> None:
-        """As `store`, from the unscaled product of q, k and v, rotating on the way; fills `query`. See the kernel so named."""
-        keys, values = self.storage.keys[layer], self.storage.values[layer]
-        kernels.rotate_and_store(product, scale, bias, cos, sin, query, keys, values, self.tables, self.sequences, self.firsts)
+        matrices: tuple[Any, ...],
+        norms: tuple[Any, ...],
+        scale: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """A whole layer over the rows, float32 [rows, width]; see the kernel so named."""
+        out: NDArray[np.float32] = kernels.decoder_layer(
+            threads.team(), x, cos, sin, *matrices, norms, self.storage.keys[layer], self.storage.values[layer], self.items,
+            self.tables, self.sequences, self.firsts, self.starts, self.ancestors, window, scale,
+        )  # fmt: skip
+        return out
 
     def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:
         """float32 [rows, heads, head dim], for query [heads, rows, head dim]."""
-        return threads.attend(
-            query, self.storage.keys[layer], self.storage.values[layer], self.items, self.tables, self.sequences,
-            self.starts, self.ancestors, window, scale,
+        heads, rows, dim = query.shape
+        out = np.empty((rows, heads, dim), np.float32)
+        kernels.attend_all(
+            threads.team(), self.items, query, self.storage.keys[layer], self.storage.values[layer], self.tables,
+            self.sequences, self.starts, self.ancestors, window, np.array([scale], np.float32), out,
         )  # fmt: skip
+        return out
 
 
 def _ancestors(parents: NDArray[np.int32]) -> list[NDArray[np.int32]]:
@@ -154,16 +161,17 @@ def tree_attention(
         raise ModelError(f"{type(module).__name__} uses attention that this worker does not do: {what}")
     rows = current()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    rows.store(layer, _array(key), _array(value))
+    dim = rows.storage.head_dim
+    rows.store(layer, _array(key, dim), _array(value, dim))
     window = kwargs.get("sliding_window") or 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mixed = rows.attend(layer, _array(query), window, scale)
-    return torch.from_numpy(mixed)[None].to(query.dtype), None
+    mixed = rows.attend(layer, _array(query, dim), window, scale)[..., : query.shape[-1]]
+    return torch.from_numpy(np.ascontiguousarray(mixed))[None].to(query.dtype), None
 
 
-def _array(x: torch.Tensor) -> NDArray[np.float32]:
-    """[1, heads, rows, dim] of any float dtype as a contiguous float32 array [heads, rows, dim]."""
-    array: NDArray[np.float32] = x[0].float().contiguous().numpy()
+def _array(x: torch.Tensor, dim: int) -> NDArray[np.float32]:
+    """[1, heads, rows, width] of any float dtype as a contiguous float32 array [heads, rows, dim], zeros behind the width."""
+    array: NDArray[np.float32] = torch.nn.functional.pad(x[0].float(), (0, dim - x.shape[-1])).contiguous().numpy()
     return array
 
 

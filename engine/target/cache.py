@@ -22,6 +22,7 @@ class KVStorage:
     """
 
     def __init__(self, num_layers: int, kv_heads: int, head_dim: int, memory: int) -> None:
+        self.head_dim = head_dim
         per_block = 8 * num_layers * kv_heads * head_dim * BLOCK
         self.num_blocks = memory // per_block
         if self.num_blocks < 1:

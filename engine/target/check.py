@@ -7,7 +7,7 @@ chain a, b, c and a tree with the same path, in which an x stands right before c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,9 +82,11 @@ class _WatchedPass(Pass):
                 f"layer {layer} has kv heads or a head width that the config does not say ({heads} x {dim}): "
                 f"{keys.shape[0]} x {keys.shape[2]}"
             )
-        if dim % 16:
-            raise ModelError(f"attention heads must have a width that is a multiple of 16: {dim}; choose another model")
         super().store(layer, keys, values)
+
+    def decoder_layer(self, layer: int, x: NDArray[np.float32], window: int, *rest: Any) -> NDArray[np.float32]:
+        self.windows[layer] = window
+        return super().decoder_layer(layer, x, window, *rest)
 
     def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:
         self.windows[layer] = window

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -21,7 +22,15 @@ from numba.extending import intrinsic
 BLOCK = 64
 """Keys in one block of the KV storage."""
 
-_LANES = 16
+PANEL = 32
+"""Outputs of a packed int8 matrix that are computed together."""
+
+ZERO = 128
+"""The quantized activation that stands for 0."""
+
+LANES = 16
+"""Numbers that are computed side by side; head widths are padded to a multiple of it."""
+_LEVELS = np.float32(127.0)
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -56,15 +65,15 @@ def exp_rows(x: Any, out: Any) -> None:
 @_jit
 def _sum(x: Any) -> Any:
     """Sum of a 1-D array by index modulo 16, then the lanes in order. The order depends on positions only."""
-    lanes = np.zeros(_LANES, np.float32)
-    full = len(x) // _LANES * _LANES
-    for i in range(0, full, _LANES):
-        for j in range(_LANES):
+    lanes = np.zeros(LANES, np.float32)
+    full = len(x) // LANES * LANES
+    for i in range(0, full, LANES):
+        for j in range(LANES):
             lanes[j] += x[i + j]
     for i in range(full, len(x)):
         lanes[i - full] += x[i]
     total = np.float32(0.0)
-    for j in range(_LANES):
+    for j in range(LANES):
         total += lanes[j]
     return total
 
@@ -108,89 +117,218 @@ def _largest(x: Any, width: int) -> Any:
 
 
 @_jit
-def _scale_row(x: Any, width: int, out: Any) -> Any:
-    """out = x[:width] / its largest absolute value (1 below 1e-30), which is returned; behind it +1, -1 and zeros.
+def quantize_row(x: Any, out: Any) -> Any:
+    """out = 128 + round(x / scale), uint8, where scale, which is returned, is the largest absolute value of x / 127.
 
-    That padding pins the range that dynamic quantization will see. A row with an infinity or a NaN becomes zeros with the scale
-    NaN: it spoils itself, and not the range of all.
+    `out` may be longer than x: zeros follow. A row whose largest value is below 1e-30 counts as zeros. One with an infinity or
+    a NaN becomes zeros with the scale NaN: it spoils itself alone.
     """
+    width = len(x)
     top = _largest(x, width)
     if top < np.float32(np.inf):
         if top < np.float32(1e-30):
-            top = _ONE
-        inverse = _ONE / top
+            top = np.float32(1e30)
+        inverse = _LEVELS / top
         for i in range(width):
-            out[i] = x[i] * inverse
+            out[i] = np.uint8(np.int32((x[i] * inverse + _ROUND) - _ROUND) + np.int32(ZERO))
     else:
         top = np.float32(np.nan)
         for i in range(width):
-            out[i] = np.float32(0.0)
-    out[width] = _ONE
-    out[width + 1] = -_ONE
-    for i in range(width + 2, len(out)):
-        out[i] = np.float32(0.0)
-    return top
+            out[i] = np.uint8(ZERO)
+    for i in range(width, len(out)):
+        out[i] = np.uint8(0)
+    return top / _LEVELS
 
 
 @_jit
-def scale_rows(x: Any, out: Any, scale: Any) -> None:
-    """Bring every row of x [n, width] into [-1, 1], into out [n, width + padding], as `_scale_row`; scale [n]."""
-    for row in range(x.shape[0]):
-        scale[row] = _scale_row(x[row], x.shape[1], out[row])
+def quantize_rows(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
+    """`quantize_row` for every row of x [n, width], into out uint8 [n, width or more] and scale [n].
 
-
-@_jit
-def norm_rows(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
-    """`rms_norm`, then `scale_rows`, in one go."""
-    normed = np.empty((1, x.shape[1]), np.float32)
-    for row in range(x.shape[0]):
-        rms_norm(x[row : row + 1], weight, eps, normed)
-        scale[row] = _scale_row(normed[0], x.shape[1], out[row])
-
-
-@_jit
-def unscale_rows(y: Any, scale: Any, bias: Any) -> None:
-    """y [n, width] = y * scale[row] + bias in place; an empty bias is none."""
-    for row in range(y.shape[0]):
-        factor = scale[row]
-        if len(bias):
-            for i in range(y.shape[1]):
-                y[row, i] = y[row, i] * factor + bias[i]
-        else:
-            for i in range(y.shape[1]):
-                y[row, i] = y[row, i] * factor
-
-
-@_jit
-def add_rows(x: Any, y: Any, scale: Any, bias: Any, out: Any) -> None:
-    """out = x + (y * scale[row] + bias), all [n, width]: the residual connection around a product. An empty bias is none."""
-    for row in range(x.shape[0]):
-        factor = scale[row]
-        if len(bias):
-            for i in range(x.shape[1]):
-                out[row, i] = x[row, i] + (y[row, i] * factor + bias[i])
-        else:
-            for i in range(x.shape[1]):
-                out[row, i] = x[row, i] + y[row, i] * factor
-
-
-@_jit
-def silu_gate(y: Any, scale: Any, out: Any, out_scale: Any) -> None:
-    """The gate of a Llama MLP: y [n, 2 width] are gate and up, still to be multiplied by scale[row].
-
-    out = silu(gate) * up, brought into [-1, 1] as by `scale_rows` with out_scale; silu(x) = x / (1 + e^-x).
+    With a `weight` [width] the rows are normalized before, as by `rms_norm`; an empty one is none.
     """
-    width = y.shape[1] // 2
-    minus = np.empty(width, np.float32)
-    power = np.empty(width, np.float32)
-    for row in range(y.shape[0]):
-        factor = scale[row]
-        for i in range(width):
-            minus[i] = -(y[row, i] * factor)
-        exp_rows(minus, power)
-        for i in range(width):
-            power[i] = (y[row, i] * factor) / (_ONE + power[i]) * (y[row, width + i] * factor)
-        out_scale[row] = _scale_row(power, width, out[row])
+    normed = np.empty((1, len(weight)), np.float32)
+    for row in range(x.shape[0]):
+        if len(weight):
+            rms_norm(x[row : row + 1], weight, eps, normed)
+            scale[row] = quantize_row(normed[0], out[row])
+        else:
+            scale[row] = quantize_row(x[row], out[row])
+
+
+@_jit
+def checksum(words: Any) -> Any:
+    """The sum of uint64 words, each times the odd number 2 i + 1, modulo 2^64: any change of one word changes it."""
+    total = np.uint64(0)
+    for i in range(len(words)):
+        total += words[i] * (np.uint64(2) * np.uint64(i) + np.uint64(1))
+    return total
+
+
+# ---- int8 products
+
+
+def _dot_tile(instruction: str) -> Any:
+    """A register tile of an int8 product: c[r, :] = factor[r] * scale * (a[r] . b - offset) + bias, for up to TILE_ROWS rows.
+
+    a uint8 [rows, 4 steps], b int8 [steps, PANEL, 4]; offset int32, scale and bias float32 [PANEL]; c float32 [rows, PANEL].
+    The sums are integers, exact in 32 bits up to a width of 66,000. `ahead` bytes behind what is read, memory is asked for
+    early. `instruction` as in INSTRUCTION. Called with addresses, strides in bytes.
+    """
+
+    @intrinsic
+    def product(
+        typing: Any, rows: Any, a: Any, a_stride: Any, b: Any, steps: Any, ahead: Any, factor: Any, offset: Any, scale: Any,
+        bias: Any, c: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            byte, word, index, number = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+            words, numbers = ir.VectorType(word, LANES), ir.VectorType(number, LANES)
+            quads = ir.VectorType(byte, 4 * LANES)
+            rows, a, a_stride, b, steps, ahead, factor, offset, scale, bias, c = args
+            vectors = range(PANEL // LANES)
+
+            def function(name: str, result: Any, operands: list[Any]) -> Any:
+                return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(result, operands), name)
+
+            def pointer(base: Any, distance: Any, kind: Any) -> Any:
+                return builder.inttoptr(builder.add(base, distance), kind.as_pointer())
+
+            def load(base: Any, vector: int, kind: Any) -> Any:
+                return builder.load(pointer(base, index(4 * LANES * vector), kind), align=4)
+
+            def spread(value: Any, kind: Any) -> Any:
+                nothing = ir.Constant(kind, ir.Undefined)
+                first = builder.insert_element(nothing, value, word(0))
+                return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(word, LANES), [0] * LANES))
+
+            def pick(value: Any, which: range) -> Any:
+                chosen = ir.Constant(ir.VectorType(word, len(which)), list(which))
+                return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), chosen)
+
+            def join(low: Any, high: Any) -> Any:
+                count = 2 * low.type.count
+                return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(word, count), list(range(count))))
+
+            def add_products(total: Any, unsigned: Any, signed: Any) -> Any:
+                if instruction == "avx512vnni":
+                    four_products = function("llvm.x86.avx512.vpdpbusd.512", words, [words, quads, quads])
+                    return builder.call(four_products, [total, unsigned, signed])
+                if instruction == "avx2":
+                    half, eight = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(word, LANES // 2)
+                    pairs = function("llvm.x86.avx2.pmadd.wd", eight, [half, half])
+                    wide = ir.VectorType(ir.IntType(16), 4 * LANES)
+                    both = builder.zext(unsigned, wide), builder.sext(signed, wide)
+                    parts = [
+                        builder.call(pairs, [pick(x, range(first, first + LANES)) for x in both])
+                        for first in range(0, 4 * LANES, LANES)
+                    ]
+                    products = join(join(parts[0], parts[1]), join(parts[2], parts[3]))
+                else:
+                    wide = ir.VectorType(word, 4 * LANES)
+                    products = builder.mul(builder.zext(unsigned, wide), builder.sext(signed, wide))
+                each = products.type.count // LANES
+                for part in range(each):
+                    total = builder.add(total, pick(products, range(part, each * LANES, each)))
+                return total
+
+            prefetch = function("llvm.prefetch.p0", ir.VoidType(), [byte.as_pointer(), word, word, word])
+            end = builder.append_basic_block()
+            switch = builder.switch(rows, end)
+            for count in range(1, TILE_ROWS + 1):
+                block = builder.append_basic_block()
+                switch.add_case(index(count), block)
+                builder.position_at_end(block)
+                cells = [(r, v) for r in range(count) for v in vectors]
+                sums = {cell: cgutils.alloca_once(builder, words) for cell in cells}
+                for r, v in cells:
+                    builder.store(builder.neg(load(offset, v, words)), sums[r, v])
+                with cgutils.for_range(builder, steps, intp=index) as loop:
+                    at = builder.add(b, builder.mul(loop.index, index(4 * PANEL)))
+                    for v in vectors:
+                        early = pointer(at, builder.add(ahead, index(4 * LANES * v)), byte)
+                        builder.call(prefetch, [early, word(0), word(2), word(1)])
+                    line = [load(at, v, quads) for v in vectors]
+                    four = builder.add(a, builder.mul(loop.index, index(4)))
+                    for r in range(count):
+                        one = builder.load(pointer(four, builder.mul(a_stride, index(r)), word), align=4)
+                        same = builder.bitcast(spread(one, words), quads)
+                        for v in vectors:
+                            builder.store(add_products(builder.load(sums[r, v]), same, line[v]), sums[r, v])
+                for r, v in cells:
+                    row_factor = spread(builder.load(pointer(factor, index(4 * r), number), align=4), numbers)
+                    value = builder.fmul(builder.sitofp(builder.load(sums[r, v]), numbers), load(scale, v, numbers))
+                    value = builder.fadd(builder.fmul(value, row_factor), load(bias, v, numbers))
+                    builder.store(value, pointer(c, index(4 * (PANEL * r + LANES * v)), numbers), align=4)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 11), generate
+
+    return product
+
+
+INSTRUCTION = next((name for name in ("avx512vnni", "avx2") if get_host_cpu_features().get(name)), "")
+"""What this processor has for sums of 8-bit products: four products and their sum in 16 lanes at once; 16-bit products and the
+sums of pairs, a quarter as fast; or neither, when general code is slow. The numbers are the same.
+"""
+
+TILE_ROWS = 12 if INSTRUCTION == "avx512vnni" else 3
+"""Rows whose sums fit into the registers."""
+
+_dot = _dot_tile(INSTRUCTION)
+
+_AHEAD = 1 << 13  # bytes between a weight in use and the one asked for early
+
+
+@_jit
+def multiply_panel(
+    panel: int, a: Any, factor: Any, packed: Any, offset: Any, scale: Any, bias: Any, residual: Any, gated: bool, out: Any
+) -> None:
+    """The PANEL columns `panel` of the product of quantized rows with a packed matrix.
+
+    a uint8 [n, 4 steps] and factor [n] are rows and scales as `quantize_rows` makes them; packed int8 [panels, steps, PANEL,
+    4]; offset int32 (128 times each column's sum, since activations stand 128 too high), scale and bias [panels x PANEL].
+    out [n, width] = the product, plus `residual` [n, width] unless that has no rows. The last panel may reach beyond out.
+    With `gated` a panel is 16 columns of a gate and the 16 of its counterpart: out = silu(gate) * up, silu(x) = x / (1 + e^-x).
+    """
+    num_rows, steps = a.shape[0], packed.shape[1]
+    groups = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    tile = np.empty((TILE_ROWS, PANEL), np.float32)
+    minus = np.empty(TILE_ROWS * LANES, np.float32)
+    power = np.empty(TILE_ROWS * LANES, np.float32)
+    columns = LANES if gated else PANEL
+    left = panel * columns
+    columns = min(columns, out.shape[1] - left)
+    at, at_scale = packed.ctypes.data + panel * steps * PANEL * 4, 4 * panel * PANEL
+    first = 0
+    for group in range(groups):
+        count = (num_rows - first + groups - group - 1) // (groups - group)
+        if groups > 1:
+            ahead = steps * PANEL * 4 if group == 0 else 0
+        else:
+            ahead = _AHEAD if count > 4 else 0  # with few rows the processor looks ahead well enough by itself
+        _dot(
+            count, a.ctypes.data + first * a.shape[1], a.shape[1], at, steps, ahead, factor.ctypes.data + 4 * first,
+            offset.ctypes.data + at_scale, scale.ctypes.data + at_scale, bias.ctypes.data + at_scale, tile.ctypes.data,
+        )  # fmt: skip
+        if gated:
+            for r in range(count):
+                for j in range(LANES):
+                    minus[r * LANES + j] = -tile[r, j]
+            exp_rows(minus[: count * LANES], power)
+            for r in range(count):
+                for j in range(columns):
+                    out[first + r, left + j] = tile[r, j] / (_ONE + power[r * LANES + j]) * tile[r, LANES + j]
+        elif len(residual):
+            for r in range(count):
+                for j in range(columns):
+                    out[first + r, left + j] = residual[first + r, left + j] + tile[r, j]
+        else:
+            for r in range(count):
+                for j in range(columns):
+                    out[first + r, left + j] = tile[r, j]
+        first += count
 
 
 # ---- KV storage: keys [blocks, kv heads, head dim, BLOCK], values [blocks, kv heads, BLOCK, head dim]
@@ -214,8 +352,6 @@ def store(keys: Any, values: Any, new_keys: Any, new_values: Any, first: int, co
 @_jit
 def rotate_and_store(
     y: Any,
-    scale: Any,
-    bias: Any,
     cos: Any,
     sin: Any,
     query: Any,
@@ -225,9 +361,9 @@ def rotate_and_store(
     sequences: Any,
     firsts: Any,
 ) -> None:
-    """From the product of q, k and v to attention: unscale, rotate (RoPE by halves), store.
+    """From the product of q, k and v to attention: rotate (RoPE by halves), store.
 
-    y [n, (heads + 2 kv heads) * dim], still to be multiplied by scale[row], bias to be added (empty: none); cos, sin [n, dim].
+    y [n, (heads + 2 kv heads) * dim]; cos, sin [n, dim].
     query [heads, n, dim] is filled; keys and values go behind the prefix of each sequence, as in `store`. `sequences` and
     `tables` as in `attend_item`; firsts int32 [b + 1] are the first rows of the sequences in the pass, and its end.
     """
@@ -240,12 +376,7 @@ def rotate_and_store(
         for row in range(firsts[which], firsts[which + 1]):
             slot = length + row - firsts[which]
             block, entry = tables[at + slot // BLOCK], slot % BLOCK
-            factor = scale[row]
-            for i in range(len(line)):
-                line[i] = y[row, i] * factor
-            if len(bias):
-                for i in range(len(line)):
-                    line[i] += bias[i]
+            line[:] = y[row]
             for head in range(heads + kv_heads):
                 x = line[head * dim : (head + 1) * dim]
                 for d in range(half):
@@ -289,9 +420,9 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
     def accumulate(typing: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, num: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, index = ir.FloatType(), ir.IntType(64)
-            vector = ir.VectorType(number, _LANES)
+            vector = ir.VectorType(number, LANES)
             nothing = ir.Constant(vector, ir.Undefined)
-            spread = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+            spread = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
             fma = builder.module.globals.get("llvm.fma.v16f32") or ir.Function(
                 builder.module, ir.FunctionType(vector, [vector] * 3), "llvm.fma.v16f32"
             )
@@ -305,9 +436,9 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
             cells = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
             sums = {cell: cgutils.alloca_once(builder, vector) for cell in cells}
             for r, v in cells:
-                builder.store(builder.load(place(c, c_stride, index(r), v * _LANES), align=4), sums[r, v])
+                builder.store(builder.load(place(c, c_stride, index(r), v * LANES), align=4), sums[r, v])
             with cgutils.for_range(builder, num, intp=index) as loop:
-                line = [builder.load(place(b, b_stride, loop.index, v * _LANES), align=4) for v in range(num_vectors)]
+                line = [builder.load(place(b, b_stride, loop.index, v * LANES), align=4) for v in range(num_vectors)]
                 for r in range(num_rows):
                     one = builder.load(builder.gep(a, [builder.add(builder.mul(a_stride, index(r)), loop.index)]))
                     first = builder.insert_element(nothing, one, ir.IntType(32)(0))
@@ -315,7 +446,7 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
                     for v in range(num_vectors):
                         builder.store(builder.call(fma, [factor, line[v], builder.load(sums[r, v])]), sums[r, v])
             for r, v in cells:
-                builder.store(builder.load(sums[r, v]), place(c, c_stride, index(r), v * _LANES), align=4)
+                builder.store(builder.load(sums[r, v]), place(c, c_stride, index(r), v * LANES), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate
@@ -495,16 +626,17 @@ def _take(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-_ATTEND_FIELDS = 22
+_ATTEND_FIELDS = 21
 
 
 @cfunc(types.void(types.voidptr), cache=True, nopython=True)
 def attend_entry(data: Any) -> None:
-    """What each thread runs: take items of `attend_item` until none is left. `threads.attend` fills the fields of `data`.
+    """What each thread runs: take items of `attend_item` until none is left. `attend_all` fills the fields of `data`.
 
     It stands in this file so that its compiled form, which numba caches by file, never outlives what it calls.
     """
     a = carray(data, (_ATTEND_FIELDS,), np.int64)
+    counter = a.ctypes.data
     heads, rows, dim, kv_heads, blocks = a[11], a[12], a[13], a[14], a[15]
     query = carray(_pointer(a[2]), (heads, rows, dim), np.float32)
     keys = carray(_pointer(a[3]), (blocks, kv_heads, dim, BLOCK), np.float32)
@@ -516,29 +648,191 @@ def attend_entry(data: Any) -> None:
     starts = carray(_pointer(a[9]), (rows + 1,), np.int32)
     ancestors = carray(_pointer(a[10]), (a[18],), np.int32)
     scale = carray(_pointer(a[19]), (1,), np.float32)[0]
-    counter = a[20]
     while True:
         item = _take(counter)
         if item >= a[1]:
             break
-        attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[21], scale, out)
+        attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[20], scale, out)
 
 
-_SILU_FIELDS = 8
+_PRODUCT_FIELDS = 16
 
 
 @cfunc(types.void(types.voidptr), cache=True, nopython=True)
-def silu_entry(data: Any) -> None:
-    """What each thread runs: take rows of `silu_gate` until none is left. `threads.silu_gate` fills the fields of `data`."""
-    a = carray(data, (_SILU_FIELDS,), np.int64)
-    rows, width = a[1], a[2]
-    y = carray(_pointer(a[4]), (rows, 2 * width), np.float32)
-    scale = carray(_pointer(a[5]), (rows,), np.float32)
-    out = carray(_pointer(a[6]), (rows, a[3]), np.float32)
-    out_scale = carray(_pointer(a[7]), (rows,), np.float32)
+def product_entry(data: Any) -> None:
+    """What each thread runs: take runs of panels of `multiply_panel` until none is left. `multiply` fills `data`."""
+    a = carray(data, (_PRODUCT_FIELDS,), np.int64)
+    counter = a.ctypes.data
+    rows, steps, panels, run, width = a[1], a[2], a[3], a[4], a[5]
+    quantized = carray(_pointer(a[6]), (rows, 4 * steps), np.uint8)
+    factor = carray(_pointer(a[7]), (rows,), np.float32)
+    packed = carray(_pointer(a[8]), (panels, steps, PANEL, 4), np.int8)
+    offset = carray(_pointer(a[9]), (panels * PANEL,), np.int32)
+    scale = carray(_pointer(a[10]), (panels * PANEL,), np.float32)
+    bias = carray(_pointer(a[11]), (panels * PANEL,), np.float32)
+    residual = carray(_pointer(a[12]), (a[13], width), np.float32)
+    out = carray(_pointer(a[15]), (rows, width), np.float32)
     while True:
-        row = _take(a[0])
+        first = _take(counter) * run
+        if first >= panels:
+            break
+        for panel in range(first, min(first + run, panels)):
+            multiply_panel(panel, quantized, factor, packed, offset, scale, bias, residual, a[14] != 0, out)
+
+
+_QUANTIZE_FIELDS = 9
+
+
+@cfunc(types.void(types.voidptr), cache=True, nopython=True)
+def quantize_entry(data: Any) -> None:
+    """What each thread runs: take rows of `quantize_rows` until none is left. `quantize` fills the fields of `data`."""
+    a = carray(data, (_QUANTIZE_FIELDS,), np.int64)
+    counter = a.ctypes.data
+    rows, width = a[1], a[2]
+    x = carray(_pointer(a[3]), (rows, width), np.float32)
+    weight = carray(_pointer(a[4]), (a[5],), np.float32)
+    eps = carray(_pointer(a[6]), (1,), np.float32)[0]
+    out = carray(_pointer(a[7]), (rows, (width + 3) // 4 * 4), np.uint8)
+    scale = carray(_pointer(a[8]), (rows,), np.float32)
+    while True:
+        row = _take(counter)
         if row >= rows:
             break
-        mine = slice(row, row + 1)
-        silu_gate(y[mine], scale[mine], out[mine], out_scale[mine])
+        quantize_rows(x[row : row + 1], weight, eps, out[row : row + 1], scale[row : row + 1])
+
+
+# ---- pieces of work for all threads
+
+
+@intrinsic
+def _run_on_team(typing: Any, parallel: Any, entry: Any, data: Any, count: Any) -> Any:
+    """Call `entry(data)` on `count` threads by way of GOMP_parallel at the address `parallel`; once, here, where that is 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        parallel, entry, data, count = args
+        opaque, number, nothing = cgutils.voidptr_t, ir.IntType(32), ir.VoidType()
+        kinds = (ir.FunctionType(nothing, [opaque, opaque, number, number]), ir.FunctionType(nothing, [opaque]))
+        many, one = (kind.as_pointer() for kind in kinds)
+        work = builder.inttoptr(data, opaque)
+        with builder.if_else(builder.icmp_signed("!=", parallel, ir.IntType(64)(0))) as (team, alone):
+            with team:
+                threads = builder.trunc(count, number)
+                builder.call(builder.inttoptr(parallel, many), [builder.inttoptr(entry, opaque), work, threads, number(0)])
+            with alone:
+                builder.call(builder.inttoptr(entry, one), [work])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@_jit
+def _run(team: Any, entry: int, args: Any) -> int:
+    """Have all threads take pieces of work; args[0] counts them. Returns how often one was asked for.
+
+    Addresses keep nothing alive: that `args` is read afterwards does.
+    """
+    _run_on_team(team[0], team[entry], args.ctypes.data, team[1])
+    return int(args[0])
+
+
+_RUN_BYTES = 1 << 19  # weights that a thread reads in one go: long enough for the processor to see a stream
+_ALONE = 1 << 14  # numbers to quantize below which threads cost more than they bring
+
+
+@_jit
+def multiply(
+    team: Any, a: Any, factor: Any, packed: Any, offset: Any, scale: Any, bias: Any, residual: Any, gated: bool, out: Any
+) -> None:
+    """`multiply_panel` for all panels, on all threads. `team` as in `threads.team`."""
+    panels, steps = packed.shape[0], packed.shape[1]
+    most = max(1, panels // (8 * team[1]))  # so that threads end together
+    args = np.zeros(_PRODUCT_FIELDS, np.int64)
+    args[1], args[2], args[3] = len(a), steps, panels
+    args[4], args[5] = min(most, max(1, _RUN_BYTES // (4 * PANEL * steps))), out.shape[1]
+    args[6], args[7], args[8] = a.ctypes.data, factor.ctypes.data, packed.ctypes.data
+    args[9], args[10], args[11] = offset.ctypes.data, scale.ctypes.data, bias.ctypes.data
+    args[12], args[13], args[14], args[15] = residual.ctypes.data, len(residual), int(gated), out.ctypes.data
+    _run(team, 2, args)
+
+
+@_jit
+def quantize(team: Any, x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
+    """`quantize_rows`, on all threads where that pays; eps [1]."""
+    if x.size < _ALONE or len(x) < 2:
+        quantize_rows(x, weight, eps[0], out, scale)
+        return
+    args = np.zeros(_QUANTIZE_FIELDS, np.int64)
+    args[1], args[2] = x.shape[0], x.shape[1]
+    args[3], args[4], args[5], args[6] = x.ctypes.data, weight.ctypes.data, len(weight), eps.ctypes.data
+    args[7], args[8] = out.ctypes.data, scale.ctypes.data
+    _run(team, 3, args)
+
+
+@_jit
+def attend_all(
+    team: Any,
+    items: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    sequences: Any,
+    starts: Any,
+    ancestors: Any,
+    window: int,
+    scale: Any,
+    out: Any,
+) -> None:
+    """`attend_item` for all items, on all threads; scale [1], out [n, heads, dim]."""
+    heads, rows, dim = query.shape
+    args = np.zeros(_ATTEND_FIELDS, np.int64)
+    args[1], args[2], args[3] = len(items), query.ctypes.data, keys.ctypes.data
+    args[4], args[5], args[6] = values.ctypes.data, out.ctypes.data, items.ctypes.data
+    args[7], args[8], args[9], args[10] = tables.ctypes.data, sequences.ctypes.data, starts.ctypes.data, ancestors.ctypes.data
+    args[11], args[12], args[13], args[14], args[15] = heads, rows, dim, keys.shape[1], keys.shape[0]
+    args[16], args[17], args[18] = len(tables), len(sequences), len(ancestors)
+    args[19], args[20] = scale.ctypes.data, window
+    _run(team, 4, args)
+
+
+@_jit
+def decoder_layer(
+    team: Any, x: Any, cos: Any, sin: Any, qkv: Any, o: Any, gate_up: Any, down: Any, norms: Any, keys: Any, values: Any,
+    items: Any, tables: Any, sequences: Any, firsts: Any, starts: Any, ancestors: Any, window: int, scale: Any,
+) -> Any:  # fmt: skip
+    """A layer of the Llama kind for all rows of a pass: x + attention(norm(x)), then that + mlp(norm(that)); [n, width].
+
+    qkv, o, gate_up and down are (packed, offset, scale, bias) as in `multiply_panel`; norms are (weight, eps [1]) of the first
+    and the second. The other arrays are those of `rotate_and_store` and `attend_item`.
+    """
+    rows, width = x.shape
+    kv_heads, dim = keys.shape[1], keys.shape[2]
+    wide = 4 * o[0].shape[1]
+    heads = wide // dim
+    none = np.empty((0, 0), np.float32)
+    (first_norm, first_eps), (second_norm, second_eps) = norms
+    plain = first_norm[:0]
+    factor = np.empty(rows, np.float32)
+
+    quantized = np.empty((rows, 4 * qkv[0].shape[1]), np.uint8)
+    product = np.empty((rows, (heads + 2 * kv_heads) * dim), np.float32)
+    quantize(team, x, first_norm, first_eps, quantized, factor)
+    multiply(team, quantized, factor, qkv[0], qkv[1], qkv[2], qkv[3], none, False, product)
+
+    query, mixed = np.empty((heads, rows, dim), np.float32), np.empty((rows, heads, dim), np.float32)
+    rotate_and_store(product, cos, sin, query, keys, values, tables, sequences, firsts)
+    attend_all(team, items, query, keys, values, tables, sequences, starts, ancestors, window, scale, mixed)
+
+    heads_quantized, middle = np.empty((rows, wide), np.uint8), np.empty((rows, width), np.float32)
+    quantize(team, mixed.reshape(rows, wide), plain, first_eps, heads_quantized, factor)
+    multiply(team, heads_quantized, factor, o[0], o[1], o[2], o[3], x, False, middle)
+
+    inner_width = 4 * down[0].shape[1]
+    inner = np.zeros((rows, inner_width), np.float32)
+    quantize(team, middle, second_norm, second_eps, quantized, factor)
+    multiply(team, quantized, factor, gate_up[0], gate_up[1], gate_up[2], gate_up[3], none, True, inner)
+
+    inner_quantized, out = np.empty((rows, inner_width), np.uint8), np.empty((rows, width), np.float32)
+    quantize(team, inner, plain, first_eps, inner_quantized, factor)
+    multiply(team, inner_quantized, factor, down[0], down[1], down[2], down[3], middle, False, out)
+    return out

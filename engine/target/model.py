@@ -22,9 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ReLUSquaredActivation, SiLUActivation
 
 from engine.errors import ModelError
-from engine.target import attention, check, kernels, quantize
+from engine.target import attention, check, kernels, packed, quantize
 from engine.target.attention import Pass
+from engine.target.kernels import LANES
+from engine.target.packed import PackedWeights
 from engine.text import end_of_text_ids
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("int8", "float32", "bfloat16")
 
@@ -33,7 +37,8 @@ DTYPES = ("int8", "float32", "bfloat16")
 class Model:
     """Weights and the shape of what they need.
 
-    `strict` says that a row's logits do not depend on its neighbours, bit for bit; `reasons` says why where they may.
+    `head_dim` is the width that heads are stored with, a multiple of 16 (zeros fill it up). `strict` says that a
+    row's logits do not depend on its neighbours, bit for bit; `reasons` says why where they may.
     """
 
     network: PreTrainedModel
@@ -79,7 +84,8 @@ def _positions(rows: Pass) -> NDArray[np.int64]:
 def load(folder: Path, dtype: str) -> Model:
     """Load a safetensors folder. Raises ModelError for what cannot be loaded or cannot branch.
 
-    No code from the folder is run, and no weights but safetensors are read.
+    No code from the folder is run, and no weights but safetensors are read. Where an int8 model is strict, its packed weights
+    are kept in the cache, to be mapped from there the next time (`packed`).
     """
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype: {dtype}; choose one of {', '.join(DTYPES)}")
@@ -88,10 +94,28 @@ def load(folder: Path, dtype: str) -> Model:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no usable config.json in {folder}: {error}") from error
     check.refuse_config(config)
+    eos_ids, stored = tuple(end_of_text_ids(folder)), _stored_dtype(config)
+    if dtype != "int8":
+        return prepare(_read(folder, dtype), dtype, eos_ids, stored)
+    place = packed.place_of(folder)
+    if (weights := packed.open_packed(place)) is not None:
+        try:
+            return prepare(_skeleton(config, weights), dtype, eos_ids, stored, weights)
+        except (ModelError, KeyError, ValueError) as error:
+            logger.warning("packed weights do not fit, packing anew: %s: %s", place.file, error)
+    weights = PackedWeights()
+    model = prepare(_read(folder, dtype), dtype, eos_ids, stored, weights)
+    if model.strict:
+        packed.save_packed(place, weights)
+    return model
+
+
+def _read(folder: Path, dtype: str) -> PreTrainedModel:
+    """The network with its weights, as transformers loads it."""
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     try:
         with _quiet():
-            network = AutoModelForCausalLM.from_pretrained(
+            network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=wanted,
                 attn_implementation=attention.KEY,
@@ -101,15 +125,35 @@ def load(folder: Path, dtype: str) -> Model:
             )
     except Exception as error:  # transformers raises whatever a model's own code does
         raise ModelError(f"cannot load the weights in {folder}: {error}") from error
-    return prepare(network.eval(), dtype, tuple(end_of_text_ids(folder)), _stored_dtype(config))
+    return network.eval()
 
 
-def prepare(network: PreTrainedModel, dtype: str, eos_ids: tuple[int, ...] = (), stored: torch.dtype = torch.float32) -> Model:
+def _skeleton(config: Any, weights: PackedWeights) -> PreTrainedModel:
+    """The network with the tensors that stay as they are; the linear layers have shapes, but no numbers."""
+    with _quiet(), torch.device("meta"):
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention.KEY, trust_remote_code=False
+        )
+    network.load_state_dict(weights.others, strict=False, assign=True)
+    for name, module in list(network.named_modules()):
+        if name.rpartition(".")[2] == "rotary_emb":  # its buffers are computed, not loaded
+            _replace(network, name, type(module)(config=config.get_text_config()))
+    return network.eval()
+
+
+def prepare(
+    network: PreTrainedModel,
+    dtype: str,
+    eos_ids: tuple[int, ...] = (),
+    stored: torch.dtype = torch.float32,
+    weights: PackedWeights | None = None,
+) -> Model:
     """A loaded network (attention implementation `attention.KEY`, float32 unless dtype is bfloat16) as a Model.
 
-    For int8 its modules are exchanged in place. `stored` is the dtype the embedding may be kept in without loss.
-    Raises ModelError for a network that cannot verify trees (see `check`).
+    For int8 its modules are exchanged in place; what they need is taken from `weights`, or put there if these are empty.
+    `stored` is the dtype the embedding may be kept in without loss. Raises ModelError for a network that cannot verify trees.
     """
+    weights = PackedWeights() if weights is None else weights
     config = network.config.get_text_config()
     check.refuse_config(config)
     heads = config.num_attention_heads
@@ -121,52 +165,69 @@ def prepare(network: PreTrainedModel, dtype: str, eos_ids: tuple[int, ...] = (),
         vocab_size=int(config.vocab_size),
         num_layers=int(config.num_hidden_layers),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_dim=-(-int(getattr(config, "head_dim", None) or config.hidden_size // heads) // LANES) * LANES,
         eos_ids=eos_ids,
         reasons=("floating-point products depend on how many rows a pass has",),
     )
-    check.check_rows(model)
+    if not weights.complete:  # else it was asked before its weights were packed
+        check.check_rows(model)
     if dtype == "int8":
-        model.reasons = tuple(_quantize(network, context_length, stored))
+        model.reasons = tuple(_quantize(network, stored, weights))
         if not check.check_rows(model):
             model.reasons += ("two rows of one path were answered unlike",)
     return model
 
 
-def _quantize(network: PreTrainedModel, context_length: int, stored: torch.dtype) -> list[str]:
+def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeights) -> list[str]:
     """Exchange the modules for their int8 and strict twins; returns what stands in the way of strictness."""
-    quantize.reduce_range()
     reasons: list[str] = []
     embedding = network.get_input_embeddings()
     head = network.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(network).__name__} has no output head: it is not a language model")
-    network.set_output_embeddings(quantize.Int8Linear(quantize.Int8Matrix([head.weight], [head.bias])))
+    if not weights.complete:
+        linear = {id(module.weight) for module in network.modules() if type(module) is nn.Linear and module is not head}
+        weights.others = {
+            name: parameter.detach().to(stored if parameter is getattr(embedding, "weight", None) else parameter.dtype)
+            for name, parameter in network.named_parameters()
+            if id(parameter) not in linear
+            and not (parameter is head.weight and parameter is not getattr(embedding, "weight", None))
+        }
+    network.set_output_embeddings(quantize.Int8Linear(weights.matrix("head", [head])))
     if type(embedding) is nn.Embedding:
         network.set_input_embeddings(quantize.StoredEmbedding(embedding.weight.to(stored)))
     for name, module in list(network.named_modules()):
-        if type(module).__name__ in _WINDOWS and _is_gated_mlp(module.mlp) and _is_rms_norm(module.input_layernorm):
-            _replace(network, name, quantize.Int8DecoderLayer(module, _WINDOWS[type(module).__name__](module.self_attn) or 0))
+        if _is_llama_layer(module):
+            mixer, mlp = module.self_attn, module.mlp
+            whole = quantize.Int8DecoderLayer(
+                module,
+                _WINDOWS[type(module).__name__](mixer) or 0,
+                weights.matrix(f"{name}.qkv", [getattr(mixer, part) for part in _QKV]),
+                weights.matrix(f"{name}.o", [mixer.o_proj]),
+                weights.matrix(f"{name}.gate_up", [mlp.gate_proj, mlp.up_proj], gated=True),
+                weights.matrix(f"{name}.down", [mlp.down_proj]),
+            )
+            _replace(network, name, whole)
     for name, module in list(network.named_modules()):
         if _is_gated_mlp(module):
-            _replace(network, name, quantize.Int8GatedMLP(module.gate_proj, module.up_proj, module.down_proj))
+            gate_up = weights.matrix(f"{name}.gate_up", [module.gate_proj, module.up_proj], gated=True)
+            _replace(network, name, quantize.Int8GatedMLP(gate_up, weights.matrix(f"{name}.down", [module.down_proj])))
         elif _is_rms_norm(module):
             _replace(network, name, quantize.StrictRMSNorm(module.weight, float(module.variance_epsilon)))
         elif name.rpartition(".")[2] == "rotary_emb":
             if getattr(module, "rope_type", "default") in ("default", "linear", "llama3", "yarn"):
-                _replace(network, name, quantize.RotaryTable(module, context_length))
+                _replace(network, name, quantize.RotaryTable(module))
             else:
                 reasons.append(f"{name} depends on the length of the sequence")
-    for _, module in list(network.named_modules()):
+    for name, module in list(network.named_modules()):
         group = [layer for part in _QKV if type(layer := getattr(module, part, None)) is nn.Linear]
         if len(group) == len(_QKV):
-            matrix = quantize.Int8Matrix([layer.weight for layer in group], [layer.bias for layer in group])
-            shared = quantize.Int8Shared(matrix)
+            shared = quantize.Int8Shared(weights.matrix(f"{name}.qkv", group))
             for i, part in enumerate(_QKV):
-                setattr(module, part, quantize.Int8Linear(matrix, i, shared))
+                setattr(module, part, quantize.Int8Linear(shared.matrix, i, shared))
     for name, module in list(network.named_modules()):
         if type(module) is nn.Linear:
-            _replace(network, name, quantize.Int8Linear(quantize.Int8Matrix([module.weight], [module.bias])))
+            _replace(network, name, quantize.Int8Linear(weights.matrix(name, [module])))
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.SiLU | SiLUActivation):
             _replace(network, name, quantize.StrictSiLU())
@@ -199,6 +260,13 @@ _STRICT = (
     nn.ReLU,
     ReLUSquaredActivation,
 )
+
+
+def _is_llama_layer(module: Any) -> bool:
+    """A layer that `quantize.Int8DecoderLayer` can stand in for."""
+    if type(module).__name__ not in _WINDOWS or int(module.self_attn.head_dim) % LANES:
+        return False
+    return _is_gated_mlp(module.mlp) and _is_rms_norm(module.input_layernorm)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

@@ -1,17 +1,15 @@
-"""int8 on the CPU: weights per output channel, activations scaled per row, every row's result its own.
+"""int8 on the CPU: weights per output channel, activations per row, every row's result its own.
 
-`torch.ops.quantized.linear_dynamic` multiplies at memory bandwidth but quantizes activations per tensor, so a row would depend
-on its neighbours. So every row is first divided by its own largest value, and two pinned columns holding +1 and -1 (against
-zero weights) fix the range the operator sees. The products are integers, summed exactly in 32 bits; what follows is
-elementwise. A row's result is then the same bits whatever else is in the batch, on any number of threads. `reduce_range` tests
-this machine's kernels on a known product; where 8-bit activations saturate (no VNNI), 7 bits are used.
+A row of activations is divided by its own largest value and rounded to 8 bits, a column of weights likewise. The products are
+integers, summed exactly in 32 bits (`kernels.multiply_panel`); what follows is elementwise. A row's result is then the same
+bits whatever else is in the batch, on any number of threads, with and without the processor's instruction for such products.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,84 +19,124 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.target import attention, kernels, threads
+from engine.target.kernels import PANEL
 
-PADDING = 4
-"""Extra input columns: +1, -1, and zeros that keep the width a multiple of four."""
+_NO_NORM = np.zeros(0, np.float32)
+_NO_EPS = np.zeros(1, np.float32)
+_NO_RESIDUAL = np.zeros((0, 0), np.float32)
 
-_NO_BIAS = np.zeros(0, np.float32)
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix as the kernel reads it.
+
+    1. `weights` int8 [panels, steps, PANEL, 4]: output PANEL * p + c and inputs 4 * s .. 4 * s + 3 stand at [p, s, c].
+    2. `offset` int32 [panels * PANEL] is 128 times the sum of each output's weights.
+    3. `scale` and `bias` float32 [panels * PANEL]. Outputs and inputs beyond the matrix are zeros.
+    """
+
+    weights: NDArray[np.int8]
+    offset: NDArray[np.int32]
+    scale: NDArray[np.float32]
+    bias: NDArray[np.float32]
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+        """What kernels take for a matrix."""
+        return self.weights, self.offset, self.scale, self.bias
+
+    def validate(self) -> None:
+        """Raise ValueError for arrays whose shapes do not go together."""
+        if self.weights.ndim != 4 or self.weights.shape[2:] != (PANEL, 4):
+            raise ValueError(f"packed weights must be [panels, steps, {PANEL}, 4]: {self.weights.shape}")
+        for name in ("offset", "scale", "bias"):
+            if getattr(self, name).shape != (len(self.weights) * PANEL,):
+                raise ValueError(f"{name} must have {len(self.weights) * PANEL} entries: {getattr(self, name).shape}")
+
+    @staticmethod
+    def of(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        """Round and pack float [out, width]. |weight - int8 x scale| <= scale / 2, scale an output's largest weight / 127.
+
+        Raises ModelError for weights that are not finite or sums that would not fit into 32 bits.
+        """
+        out, width = weight.shape
+        if width > _WIDEST:
+            raise ModelError(f"int8 takes layers of up to {_WIDEST} inputs: {width}; choose another dtype")
+        panels, steps = -(-out // PANEL), -(-width // 4)
+        weights = np.zeros((panels, steps, PANEL, 4), np.int8)
+        scale, sums = np.zeros(panels * PANEL, np.float32), np.zeros(panels * PANEL, np.int32)
+        for first in range(0, out, _PACKED_AT_ONCE):  # a float copy of a whole output head takes as much as the model
+            some = weight[first : first + _PACKED_AT_ONCE].detach().float()
+            step = (some.abs().amax(1) / 127.0).clamp_min(1e-30)
+            if not bool(torch.isfinite(step).all()):
+                raise ModelError("weights are not all finite numbers: the file is damaged")
+            rounded = np.zeros((-(-len(some) // PANEL) * PANEL, 4 * steps), np.int8)
+            rounded[: len(some), :width] = (some / step[:, None]).round_().clamp_(-127, 127).to(torch.int8).numpy()
+            at = slice(first // PANEL, first // PANEL + len(rounded) // PANEL)
+            weights[at] = rounded.reshape(-1, PANEL, steps, 4).transpose(0, 2, 1, 3)
+            scale[first : first + len(some)] = step.numpy()
+            sums[first : first + len(rounded)] = rounded.sum(1, dtype=np.int32)
+        added = np.zeros(panels * PANEL, np.float32)
+        if bias is not None:
+            added[:out] = bias.detach().float().numpy()
+        return Packed(weights, sums * np.int32(kernels.ZERO), scale, added)
+
+
+_WIDEST = 66_000
+"""Inputs of which 255 x 127 each still add up to less than 2^31."""
+
+_PACKED_AT_ONCE = 512 * PANEL
 
 
 class Int8Matrix:
-    """One or several linear layers of the same input as one packed int8 matrix.
+    """One or several linear layers of the same input as one packed int8 matrix; their outputs stand side by side.
 
-    `weights` are float [out_i, width]; their outputs stand side by side. |weight - int8 x scale| <= scale / 2, scale the
-    channel's largest absolute value / 127.
+    With `gated` the two layers are gate and up of a Llama MLP, and the output is silu(gate) * up.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
-        self.width = weights[0].shape[1]
-        self.sizes = tuple(weight.shape[0] for weight in weights)
-        scales, rows = [], []
-        for weight in weights:
-            weight = weight.detach().float()
-            scale = (weight.abs().amax(1) / 127.0).clamp_min(1e-12)
-            scales.append(scale.double())
-            rows.append((weight / scale[:, None]).round().clamp_(-127, 127).to(torch.int8))
-        self._packed = _pack(torch.cat(rows), torch.cat(scales))
-        given = [
-            np.zeros(size, np.float32) if bias is None else bias.detach().float().numpy()
-            for size, bias in zip(self.sizes, biases, strict=True)
-        ]
-        self.bias = _NO_BIAS if all(bias is None for bias in biases) else np.concatenate(given)
+    def __init__(self, packed: Packed, width: int, sizes: Sequence[int], gated: bool = False) -> None:
+        self.width = width
+        self.sizes = tuple(sizes)
+        self.packed = packed
+        self._gated = gated
+        self._out = self.sizes[0] if gated else sum(self.sizes)
 
-    def scaled_product(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 [n, out], for rows already in [-1, 1] and padded ([n, width + PADDING]); scale and bias are still to come."""
-        result: torch.Tensor = torch.ops.quantized.linear_dynamic(torch.from_numpy(rows), self._packed, reduce_range())
-        return result.numpy()
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], gated: bool = False) -> Int8Matrix:
+        """Round and pack float weights [out_i, width]; gate and up have no biases."""
+        sizes = [len(weight) for weight in weights]
+        if gated:
+            return cls(Packed.of(_in_turns(*weights), None), weights[0].shape[1], sizes, True)
+        bias = None
+        if any(part is not None for part in biases):
+            bias = torch.cat(
+                [torch.zeros(size) if part is None else part.float() for size, part in zip(sizes, biases, strict=True)]
+            )
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        return cls(Packed.of(whole, bias), weights[0].shape[1], sizes)
 
     def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """float32 [n, width] -> [n, out]."""
-        rows, scale = _padded(self, len(x))
-        kernels.scale_rows(x, rows, scale)
-        result = self.scaled_product(rows)
-        kernels.unscale_rows(result, scale, self.bias)
-        return result
+        team = threads.team()
+        rows, factor = np.empty((len(x), 4 * self.packed.weights.shape[1]), np.uint8), np.empty(len(x), np.float32)
+        kernels.quantize(team, x, _NO_NORM, _NO_EPS, rows, factor)
+        out = np.empty((len(x), self._out), np.float32)
+        kernels.multiply(team, rows, factor, *self.packed.arrays, _NO_RESIDUAL, self._gated, out)
+        return out
 
 
-def _pack(weight: torch.Tensor, scale: torch.Tensor) -> object:
-    """int8 [out, width] and float64 [out] as the operator's packed matrix, with PADDING zero columns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch announces the end of its quantized dtypes; the operator itself takes nothing else
-        padded = nn.functional.pad(weight, (0, PADDING))
-        quantized = torch._make_per_channel_quantized_tensor(padded, scale, torch.zeros(len(scale), dtype=torch.int64), 0)
-        return torch.ops.quantized.linear_prepack(quantized, None)
+def packed_shape(sizes: Sequence[int], width: int, gated: bool) -> tuple[int, int, int, int]:
+    """The shape of `Packed.weights` for layers of these sizes and width."""
+    panels = -(-2 * sizes[0] // PANEL) if gated else -(-sum(sizes) // PANEL)
+    return panels, -(-width // 4), PANEL, 4
 
 
-@cache
-def reduce_range() -> bool:
-    """True where activations may have 7 bits only. Raises ModelError where even these give inexact products."""
-    for reduced in (False, True):
-        if _exact(reduced):
-            return reduced
-    raise ModelError("this processor's int8 kernels give inexact products; choose another dtype: float32 or bfloat16")
-
-
-def _exact(reduced: bool) -> bool:
-    """Whether a product made to saturate 16-bit sums comes out exactly, at several numbers of rows."""
-    width, out = 512, 64
-    packed = _pack(torch.full((out, width), 127, dtype=torch.int8), torch.ones(out, dtype=torch.float64))
-    top = 127 if reduced else 255
-    for num_rows in (1, 2, 5, 16):
-        rows = torch.ones(num_rows, width + PADDING)
-        rows[:, width + 1] = -1.0
-        rows[:, width + 2 :] = 0.0
-        got = torch.ops.quantized.linear_dynamic(rows, packed, reduced)
-        level = float(got[0, 0]) * (top / 2.0) / (127.0 * width)  # of the activation 1: half the range, rounded either way
-        if min(abs(level - top // 2), abs(level - top // 2 - 1)) > 1e-3 or not bool((got == got[0, 0]).all()):
-            return False
-    return True
+def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[2 x out, width]: half a panel of the gate, the same outputs of up, and so on; zeros where the last are not full."""
+    half = PANEL // 2
+    padding = (0, 0, 0, -len(gate) % half)
+    both = [nn.functional.pad(part.detach(), padding).unflatten(0, (-1, half)) for part in (gate, up)]
+    return torch.stack(both, 1).flatten(0, 2)
 
 
 class Int8Linear(nn.Module):
@@ -122,7 +160,7 @@ class Int8Shared:
     """The products of layers that read one input, remembered until all have taken theirs."""
 
     def __init__(self, matrix: Int8Matrix) -> None:
-        self._matrix = matrix
+        self.matrix = matrix
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
         self._left: set[int] = set()
@@ -130,9 +168,9 @@ class Int8Shared:
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """Part `index` of the product with x [..., width]."""
         if self._input is not x or index not in self._left:
-            flat = x.reshape(-1, self._matrix.width)
-            result = torch.from_numpy(self._matrix(flat.numpy())).view(*x.shape[:-1], -1)
-            self._parts = result.split(self._matrix.sizes, dim=-1)
+            flat = x.reshape(-1, self.matrix.width)
+            result = torch.from_numpy(self.matrix(flat.numpy())).view(*x.shape[:-1], -1)
+            self._parts = result.split(self.matrix.sizes, dim=-1)
             self._input, self._left = x, set(range(len(self._parts)))
         part = self._parts[index]
         self._left.discard(index)
@@ -142,85 +180,46 @@ class Int8Shared:
 
 
 class Int8GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) as two products with one kernel between."""
+    """down(silu(gate(x)) * up(x)) as two products."""
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+    def __init__(self, gate_up: Int8Matrix, down: Int8Matrix) -> None:
         super().__init__()
-        self._in = Int8Matrix([gate.weight, up.weight], [None, None])
-        self._out = Int8Matrix([down.weight], [None])
+        self._gate_up, self._down = gate_up, down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, self._in.width).numpy()
-        rows, scale = _padded(self._in, len(flat))
-        kernels.scale_rows(flat, rows, scale)
-        inner = self._in.scaled_product(rows)
-        rows, inner_scale = _padded(self._out, len(flat))
-        threads.silu_gate(inner, scale, rows, inner_scale)
-        result = self._out.scaled_product(rows)
-        kernels.unscale_rows(result, inner_scale, _NO_BIAS)
-        return torch.from_numpy(result).view(x.shape)
+        flat = x.reshape(-1, self._gate_up.width).numpy()
+        return torch.from_numpy(self._down(self._gate_up(flat))).view(x.shape)
 
 
 class Int8DecoderLayer(nn.Module):
-    """A decoder layer of the Llama kind, x + attention(norm(x)), then x + mlp(norm(x)), as four products and six kernels.
+    """A decoder layer of the Llama kind, x + attention(norm(x)), then x + mlp(norm(x)), as four products and attention.
 
     It computes what the layer it replaces would compute with the modules above, without their overhead, which for a small model
     is most of the time. `window` is the sliding window, 0 for none.
     """
 
-    def __init__(self, layer: Any, window: int) -> None:
+    def __init__(self, layer: Any, window: int, qkv: Int8Matrix, o: Int8Matrix, gate_up: Int8Matrix, down: Int8Matrix) -> None:
         super().__init__()
-        mixer, mlp = layer.self_attn, layer.mlp
+        mixer = layer.self_attn
         self._index = int(mixer.layer_idx)
         self._window = window
-        self._dim = int(mixer.head_dim)
-        self._scale = float(mixer.scaling)
-        projections = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
-        self._qkv = Int8Matrix([part.weight for part in projections], [part.bias for part in projections])
-        self._o = Int8Matrix([mixer.o_proj.weight], [mixer.o_proj.bias])
-        self._gate_up = Int8Matrix([mlp.gate_proj.weight, mlp.up_proj.weight], [None, None])
-        self._down = Int8Matrix([mlp.down_proj.weight], [None])
-        self._norms = [_norm_parts(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        self._scale = np.array([mixer.scaling], np.float32)
+        self._matrices = tuple(matrix.packed.arrays for matrix in (qkv, o, gate_up, down))
+        self._norms = tuple(_norm_parts(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
     ) -> torch.Tensor:
-        rows = attention.current()
-        x = hidden_states[0].numpy()
         cos, sin = (table[0].numpy() for table in position_embeddings)
-        product, scale = self._normed(self._qkv, x, 0)
-        query = np.empty((self._qkv.sizes[0] // self._dim, len(x), self._dim), np.float32)
-        rows.rotate_and_store(self._index, product, scale, self._qkv.bias, cos, sin, query)
-        mixed = rows.attend(self._index, query, self._window, self._scale).reshape(len(x), -1)
-        scaled, scale = _padded(self._o, len(x))
-        kernels.scale_rows(mixed, scaled, scale)
-        middle = np.empty_like(x)
-        kernels.add_rows(x, self._o.scaled_product(scaled), scale, self._o.bias, middle)
-        product, scale = self._normed(self._gate_up, middle, 1)
-        scaled, inner = _padded(self._down, len(x))
-        threads.silu_gate(product, scale, scaled, inner)
-        out = np.empty_like(x)
-        kernels.add_rows(middle, self._down.scaled_product(scaled), inner, _NO_BIAS, out)
+        out = attention.current().decoder_layer(
+            self._index, hidden_states[0].numpy(), self._window, cos, sin, self._matrices, self._norms, self._scale
+        )
         return torch.from_numpy(out)[None]
 
-    def _normed(
-        self, matrix: Int8Matrix, x: NDArray[np.float32], which: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The product with normalized rows, still to be scaled, and the scales."""
-        weight, eps = self._norms[which]
-        scaled, scale = _padded(matrix, len(x))
-        kernels.norm_rows(x, weight, eps, scaled, scale)
-        return matrix.scaled_product(scaled), scale
 
-
-def _padded(matrix: Int8Matrix, num_rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Room for a product's scaled and padded input, and its scales."""
-    return np.empty((num_rows, matrix.width + PADDING), np.float32), np.empty(num_rows, np.float32)
-
-
-def _norm_parts(norm: Any) -> tuple[NDArray[np.float32], np.float32]:
-    """Weight and epsilon of an RMS norm as in Llama."""
-    return norm.weight.detach().float().contiguous().numpy(), np.float32(norm.variance_epsilon)
+def _norm_parts(norm: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Weight, and epsilon [1], of an RMS norm as in Llama."""
+    return norm.weight.detach().float().contiguous().numpy(), np.array([norm.variance_epsilon], np.float32)
 
 
 class StrictRMSNorm(nn.Module):
@@ -249,16 +248,40 @@ class StrictSiLU(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position (float32 [context, dim]), computed once, so that no pass computes them in another shape."""
+    """cos and sin of positions, computed for 256 neighbours at a time, so that no pass computes them in another shape.
 
-    def __init__(self, rotary: nn.Module, context_length: int) -> None:
+    The 64 groups used last are kept: 16 MiB for heads of 128. A position's values are float32 [dim] each.
+    """
+
+    _GROUP, _KEPT = 256, 64
+
+    def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
-        positions = torch.arange(context_length)[None]
-        cos, sin = rotary(torch.zeros(1, 1, 1), positions)
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+        self._rotary = [rotary]  # not a submodule: it has nothing to be exchanged or converted
+        self._groups: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cos[position_ids], self._sin[position_ids]
+        positions = position_ids[0]
+        groups = positions // self._GROUP
+        wanted = groups.unique().tolist()
+        if len(wanted) == 1:
+            at = positions - wanted[0] * self._GROUP
+            cos, sin = self._group(wanted[0])
+            return cos[at][None], sin[at][None]
+        found = [self._group(group) for group in wanted]
+        at = torch.searchsorted(torch.tensor(wanted), groups) * self._GROUP + positions % self._GROUP
+        return torch.cat([cos for cos, _ in found])[at][None], torch.cat([sin for _, sin in found])[at][None]
+
+    def _group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [_GROUP, dim], of the positions from group * _GROUP on."""
+        if group not in self._groups:
+            positions = torch.arange(group * self._GROUP, (group + 1) * self._GROUP)[None]
+            cos, sin = self._rotary[0](torch.zeros(1, 1, 1), positions)
+            self._groups[group] = cos[0].contiguous(), sin[0].contiguous()
+            if len(self._groups) > self._KEPT:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(group)
+        return self._groups[group]
 
 
 class StoredEmbedding(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,71 +21,29 @@ from numpy.typing import NDArray
 from engine.target import kernels
 
 
-def _load_openmp() -> Callable[..., None] | None:
+def _load_openmp() -> Any:
     """GOMP_parallel of the runtime that torch uses; None if that is not libgomp."""
     for library in (pathlib.Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         try:
-            parallel = ctypes.CDLL(str(library)).GOMP_parallel
+            return ctypes.CDLL(str(library)).GOMP_parallel
         except (OSError, AttributeError):
             continue
-        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return parallel
     return None
 
 
 _parallel = _load_openmp()
 
 
-def run(entry: Any, args: NDArray[np.int64]) -> None:
-    """Run a compiled entry point (a numba cfunc of one pointer) on every thread of the team, with the same `args`."""
-    if _parallel is not None and (count := torch.get_num_threads()) > 1:
-        _parallel(entry.address, args.ctypes.data, count, 0)
-    else:
-        entry.ctypes(args.ctypes.data)
+@cache
+def _team(count: int) -> NDArray[np.int64]:
+    alone = _parallel is None or count < 2
+    address = 0 if alone else ctypes.cast(_parallel, ctypes.c_void_p).value
+    entries = (kernels.product_entry, kernels.quantize_entry, kernels.attend_entry)
+    return np.array([address, 1 if alone else count, *(entry.address for entry in entries)], np.int64)
 
 
-def address(array: NDArray[Any]) -> int:
-    """Where a C-contiguous array begins. The caller keeps it alive."""
-    return int(array.__array_interface__["data"][0])
-
-
-def attend(
-    query: NDArray[np.float32],
-    keys: NDArray[np.float32],
-    values: NDArray[np.float32],
-    items: NDArray[np.int32],
-    tables: NDArray[np.int32],
-    sequences: NDArray[np.int32],
-    starts: NDArray[np.int32],
-    ancestors: NDArray[np.int32],
-    window: int,
-    scale: float,
-) -> NDArray[np.float32]:
-    """Attention of a whole pass over all threads; see `kernels.attend_item`. query [heads, n, dim], result [n, heads, dim]."""
-    heads, rows, dim = query.shape
-    out = np.empty((rows, heads, dim), np.float32)
-    counter = np.zeros(1, np.int64)
-    factor = np.array([scale], np.float32)
-    args = np.array(
-        [
-            0, len(items), address(query), address(keys), address(values), address(out), address(items), address(tables),
-            address(sequences), address(starts), address(ancestors), heads, rows, dim, keys.shape[1], keys.shape[0],
-            len(tables), len(sequences), len(ancestors), address(factor), address(counter), window,
-        ],
-        np.int64,
-    )  # fmt: skip
-    run(kernels.attend_entry, args)
-    return out
-
-
-def silu_gate(
-    y: NDArray[np.float32], scale: NDArray[np.float32], out: NDArray[np.float32], out_scale: NDArray[np.float32]
-) -> None:
-    """`kernels.silu_gate` over all threads, row by row."""
-    if len(y) < 2:
-        kernels.silu_gate(y, scale, out, out_scale)
-        return
-    counter = np.zeros(1, np.int64)
-    arrays = [address(array) for array in (y, scale, out, out_scale)]
-    run(kernels.silu_entry, np.array([address(counter), len(y), y.shape[1] // 2, out.shape[1], *arrays], np.int64))
+def team() -> NDArray[np.int64]:
+    """What kernels need to know to run on all threads: the address of GOMP_parallel (0: there is none), how many threads there
+    are, and the addresses of what they run.
+    """
+    return _team(torch.get_num_threads())

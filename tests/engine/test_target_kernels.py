@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+from llvmlite.binding import get_host_cpu_features
+from numba import njit
 from numpy.typing import NDArray
 
-from engine.target import kernels
+from engine.target import kernels, threads
 from engine.target.kernels import BLOCK
+from engine.target.quantize import Int8Matrix, Packed
 from tests.engine import oracles_target as oracles
+from tests.engine import tiny
 
 WIDTHS = [1, 15, 16, 17, 64, 1000, 2730, 8960]
+NOTHING = np.zeros(0, np.float32)
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> NDArray[np.float32]:
@@ -51,39 +59,137 @@ def test_rms_norm_sums_in_the_written_order(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_scaling_rows_and_back(width: int) -> None:
-    """Rows land in [-1, 1] and touch it, beside one +1, one -1 and zeros; zero rows stay zero; unscaling restores and adds."""
+def test_rows_are_quantized_by_their_own_largest_value(width: int) -> None:
+    """uint8 around 128, the largest number at 1 or 255, half a step from the row at most, zeros behind; zero rows stay zero."""
     x = random(4, width, scale=50.0)
     x[1] = 0.0
     x[2] *= 1e-20
-    out, scale = np.full((4, width + 4), 9.0, np.float32), np.empty(4, np.float32)
-    kernels.scale_rows(x, out, scale)
-    largest = np.abs(out[:, :width]).max(1)
-    assert largest[1] == 0.0 and largest.max() <= 1.0 and np.allclose(largest[[0, 2, 3]], 1.0)
-    assert (out[:, width:] == [1.0, -1.0, 0.0, 0.0]).all()
-    assert scale.tolist() == [np.abs(x[0]).max(), 1.0, np.abs(x[2]).max(), np.abs(x[3]).max()]
-    bias = random(width, seed=3)
-    for added, expected in [(np.zeros(0, np.float32), x.astype(np.float64)), (bias, x.astype(np.float64) + bias)]:
-        back = np.ascontiguousarray(out[:, :width])
-        kernels.unscale_rows(back, scale, added)
-        assert np.allclose(back, expected, rtol=1e-6, atol=1e-6)
+    out, scale = np.full((4, width + 4), 9, np.uint8), np.empty(4, np.float32)
+    kernels.quantize_rows(x, NOTHING, np.float32(0), out, scale)
+    levels = out[:, :width].astype(np.float64) - kernels.ZERO
+    assert np.abs(levels).max(1).tolist() == [127, 0, 127, 127] and not out[:, width:].any()
+    assert np.allclose(scale[[0, 2, 3]], np.abs(x[[0, 2, 3]]).max(1) / 127, rtol=1e-6)
+    assert np.all(np.abs(levels * scale[:, None] - x)[[0, 2, 3]] <= 0.5001 * scale[[0, 2, 3], None])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_normalizing_and_quantizing_in_one_go(width: int) -> None:
+    """The same bits as one after the other, on one thread and on several, for few rows and for many."""
+    weight = random(width, seed=1)
+    for num_rows in (1, 3, 40):
+        x = random(num_rows, width, scale=3.0)
+        normed = np.empty_like(x)
+        kernels.rms_norm(x, weight, np.float32(1e-6), normed)
+        expected, expected_scale = np.empty((num_rows, -(-width // 4) * 4), np.uint8), np.empty(num_rows, np.float32)
+        kernels.quantize_rows(normed, NOTHING, np.float32(0), expected, expected_scale)
+        for count in (1, 3):
+            with tiny.num_threads(count):
+                found, scale = np.empty_like(expected), np.empty_like(expected_scale)
+                kernels.quantize(threads.team(), x, weight, np.array([1e-6], np.float32), found, scale)
+            assert np.array_equal(found, expected) and np.array_equal(scale, expected_scale)
+
+
+# ---- int8 products
+
+
+def packed_random(out: int, width: int) -> tuple[Packed, NDArray[np.int64], NDArray[np.float32]]:
+    """A packed matrix, its integers int64 [out, width], and its scales and biases [2, out]."""
+    rng = np.random.default_rng(out + width)
+    weights = rng.integers(-127, 128, (out, width)).astype(np.int8)
+    weights[:, 0] = 127  # every output's scale is then its own, exactly
+    scale, bias = rng.random(out).astype(np.float32) + np.float32(0.5), rng.standard_normal(out).astype(np.float32)
+    packed = Packed.of(torch.from_numpy(weights * scale[:, None]), torch.from_numpy(bias))
+    return packed, weights.astype(np.int64), np.stack([packed.scale[:out], bias])
+
+
+def product(packed: Packed, rows: NDArray[np.uint8], factor: NDArray[np.float32], out: int) -> NDArray[np.float32]:
+    """The kernel's product of quantized rows."""
+    padded = np.zeros((len(rows), 4 * packed.weights.shape[1]), np.uint8)
+    padded[:, : rows.shape[1]] = rows
+    found = np.full((len(rows), out), np.nan, np.float32)
+    kernels.multiply(threads.team(), padded, factor, *packed.arrays, np.zeros((0, 0), np.float32), False, found)
+    return found
+
+
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (31, 5), (32, 64), (97, 1000), (64, 8960)])
+def test_products_are_sums_of_integers(out: int, width: int) -> None:
+    """For any number of rows and threads, extremes among them: the exact sum, scaled and shifted in the written order."""
+    packed, weights, (scale, bias) = packed_random(out, width)
+    rng = np.random.default_rng(0)
+    for num_rows in (1, 2, 11, 12, 13, 30):
+        rows = rng.integers(1, 256, (num_rows, width)).astype(np.uint8)
+        rows[0] = 255
+        rows[-1] = 1
+        factor = rng.random(num_rows).astype(np.float32)
+        exact = (rows.astype(np.int64) - kernels.ZERO) @ weights.T
+        expected = exact.astype(np.float32) * scale * factor[:, None] + bias
+        for count in (1, 3):
+            with tiny.num_threads(count):
+                assert np.array_equal(product(packed, rows, factor, out), expected)
+
+
+@pytest.mark.parametrize("instruction", ["avx512vnni", "avx2", ""])
+def test_products_are_the_same_on_every_processor(instruction: str) -> None:
+    """The tile for processors without the best instruction gives the bits of the one in use."""
+    if instruction and not get_host_cpu_features().get(instruction):
+        pytest.skip(f"this processor has no {instruction}")
+    other = kernels._dot_tile(instruction)
+
+    @njit
+    def both(which: bool, rows: Any, a: Any, b: Any, factor: Any, offset: Any, scale: Any, bias: Any, out: Any) -> None:
+        tile = (
+            a.ctypes.data, a.shape[1], b.ctypes.data, b.shape[1], 0, factor.ctypes.data, offset.ctypes.data,
+            scale.ctypes.data, bias.ctypes.data, out.ctypes.data,
+        )  # fmt: skip
+        if which:
+            other(rows, *tile)
+        else:
+            kernels._dot(rows, *tile)
+
+    packed, _, _ = packed_random(kernels.PANEL, 200)
+    rng = np.random.default_rng(0)
+    for num_rows in range(1, min(kernels.TILE_ROWS, 4) + 1):
+        rows = rng.integers(0, 256, (num_rows, 200)).astype(np.uint8)
+        factor = rng.random(num_rows).astype(np.float32)
+        found = np.zeros((2, num_rows, kernels.PANEL), np.float32)
+        for which in (False, True):
+            both(which, num_rows, rows, *(packed.arrays[:1]), factor, *packed.arrays[1:], found[int(which)])
+        assert found.any() and np.array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 1000])
 def test_the_gate_is_silu_times_up(width: int) -> None:
-    """Scaled gate and up give silu(gate) * up, scaled again; large negative gates give 0; each row as if it were alone."""
-    y, scale = random(4, 2 * width, scale=2.0), np.array([1.0, 3.0, 0.01, 60.0], np.float32)
-    out, out_scale = np.empty((4, width + 4), np.float32), np.empty(4, np.float32)
-    kernels.silu_gate(y, scale, out, out_scale)
-    both = y * scale[:, None]
-    expected = oracles.silu_gate(both[:, :width], both[:, width:])
-    found = out[:, :width].astype(np.float64) * out_scale[:, None]
-    assert np.all(np.abs(found - expected) <= 2e-6 * np.abs(expected) + 1e-12 * out_scale[:, None])
-    assert np.allclose(np.abs(out[:, :width]).max(1), 1.0) and (out[:, width:] == [1.0, -1.0, 0.0, 0.0]).all()
-    for row in range(4):
-        alone, alone_scale = np.empty((1, width + 4), np.float32), np.empty(1, np.float32)
-        kernels.silu_gate(y[row : row + 1], scale[row : row + 1], alone, alone_scale)
-        assert np.array_equal(alone[0], out[row]) and alone_scale[0] == out_scale[row]
+    """A gated product is silu(gate) * up of the two products; large negative gates give 0; each row as if it were alone."""
+    gate, up = torch.from_numpy(random(width, 64, seed=1)), torch.from_numpy(random(width, 64, seed=2))
+    x = random(14, 64, scale=2.0) * np.linspace(0.1, 10, 14, dtype=np.float32)[:, None]
+    apart = [Int8Matrix.of([layer], [None])(x).astype(np.float64) for layer in (gate, up)]
+    both = Int8Matrix.of([gate, up], [None, None], gated=True)
+    found, expected = both(x), oracles.silu_gate(*apart)
+    assert found.shape == expected.shape and np.all(np.abs(found - expected) <= 2e-6 * np.abs(expected) + 1e-12)
+    for row in range(14):
+        assert np.array_equal(both(x[row : row + 1])[0], found[row])
+
+
+def test_a_residual_is_added_last() -> None:
+    """out = residual + product, to the bit."""
+    packed, _, _ = packed_random(40, 64)
+    rows, factor = np.random.default_rng(0).integers(0, 256, (3, 64)).astype(np.uint8), np.ones(3, np.float32)
+    residual, found = random(3, 40), np.empty((3, 40), np.float32)
+    kernels.multiply(threads.team(), rows, factor, *packed.arrays, residual, False, found)
+    assert np.array_equal(found, residual + product(packed, rows, factor, 40))
+
+
+def test_a_checksum_feels_every_bit() -> None:
+    """Any one bit flipped, and any two words exchanged, give another sum."""
+    words = np.random.default_rng(0).integers(2**63, size=40).astype(np.uint64)
+    expected = kernels.checksum(words)
+    assert int(expected) == sum(int(word) * (2 * i + 1) for i, word in enumerate(words)) % 2**64
+    for i in range(40):
+        for bit in range(0, 64, 7):
+            other = words.copy()
+            other[i] ^= np.uint64(1 << bit)
+            assert kernels.checksum(other) != expected
+    assert kernels.checksum(words[::-1].copy()) != expected
 
 
 # ---- storage
@@ -97,9 +203,7 @@ def storage(num_blocks: int, kv_heads: int, dim: int) -> tuple[NDArray[np.float3
 
 def slots(keys: NDArray[np.float32], values: NDArray[np.float32], table: NDArray[np.int32], count: int) -> NDArray[np.float32]:
     """[2, kv heads, count, dim]: the first slots of a sequence, in order."""
-    found = [
-        (keys[table[s // BLOCK], :, :, s % BLOCK], values[table[s // BLOCK], :, s % BLOCK]) for s in range(count)
-    ]
+    found = [(keys[table[s // BLOCK], :, :, s % BLOCK], values[table[s // BLOCK], :, s % BLOCK]) for s in range(count)]
     return np.stack([np.stack([k for k, _ in found], 1), np.stack([v for _, v in found], 1)])
 
 
