@@ -271,16 +271,16 @@ class Datastore:
         min_length: int = 1,
         max_length: int = 32,
         samples: int = 64,
-        classes: int = 4,
+        classes: int = 2,
         depth: int = 16,
         seconds: float = math.inf,
     ) -> Continuations:
         """At most `budget` nodes that may follow `context` (int32 [n]), from what followed its end in the corpus.
 
         The longest end of the context that occurs (`min_length` to `max_length` tokens) is one class of evidence, up to
-        `classes` - 1 shorter ends that occur at least twice as often are the others; of each, at most `samples` occurrences
-        are looked at, an even stride, and followed for `depth` tokens, never beyond their document. Probabilities as in
-        `kernels.blend`.
+        `classes` - 1 shorter ends that occur at least twice as often are the others (more than one cost time and drafted no
+        better); of each, at most `samples` occurrences are looked at, an even stride, and followed for `depth` tokens, never
+        beyond their document. Probabilities as in `kernels.blend`.
 
         After `seconds` no further length is looked for, and the answer is made of what has been found. Only what is being read
         then is waited for, which may take long where pages are not in memory (see `resident`).

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LONGEST = 32
 """Tokens of context that a lookup may match."""
 
-_PATIENCE = 0.002
+_PATIENCE = 0.001
 """Seconds that a step waits for a corpus whose pages may be on disk."""
 
 _SLOW = 0.005
