@@ -98,7 +98,7 @@ SETS: Mapping[str, Recording | Completions] = {
     "chat": Recording("chat_mtbench_vicuna33b", 20),
     "judge": Recording("judge_mtbench_gpt4", 40),
     "rag": Recording("rag_mtrag_gpt4o_llama405b", 60),
-    "agent-software": Recording("agent_swebench_verified_gemini3pro", 2),
+    "agent-software": Recording("agent_swebench_verified_gemini3pro", 1),
     "agent-tools": Recording("agent_taubench_airline_gpt4o", 16),
     "thought": Recording("cot_zeroeval_math_crux_gsm", 30),
     "thought-long": Recording("cot_reasoning_gym_2models", 10),

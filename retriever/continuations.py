@@ -19,8 +19,8 @@ class Continuations:
     3. `probs` float32 [n] in [0, 1]: the estimated probability of the node given its parent. Siblings have different tokens,
        and their probs sum to at most 1; the rest is the chance of something not seen.
     4. The products of probs along the path to node i never rise with i (up to rounding).
-    5. `lengths` int32 [n], 1 to 64: how many tokens matched at the node's parent; `counts` int32 [n]: how often that was seen
-       there.
+    5. `lengths` int32 [n], 0 to 64: how many tokens matched at the node's parent, 0 for what was only said lately; `counts`
+       int32 [n]: how often that was seen there.
     """
 
     tokens: NDArray[np.int32]
@@ -69,7 +69,7 @@ class Continuations:
         paths = self.path_probs()
         if np.any(paths[1:] > paths[:-1] * (1 + 1e-5)):
             raise ValueError("continuations break invariant 4: a path likelier than the one before it")
-        if np.any((self.lengths < 1) | (self.lengths > 64)) or np.any(self.counts < 0):
+        if np.any((self.lengths < 0) | (self.lengths > 64)) or np.any(self.counts < 0):
             raise ValueError("continuations break invariant 5: evidence out of range")
 
 

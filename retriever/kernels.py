@@ -1043,17 +1043,19 @@ def pool_lookup(
     max_length: int,
     probes: int,
     depth: int,
+    recent: int,
 ) -> BlendResult:
     """What followed the end of the context in the first `num_tokens` of a chained text, as `blend` has it.
 
     For each of the orders, longest first, at most `probes` of the latest occurrences that match in so many tokens and in fewer
-    than the next longer order; a chain is left after 4 `probes` steps.
+    than the next longer order; a chain is left after 4 `probes` steps. Below all of them stand the last `recent` places of the
+    text, with a match of length 0: what was said lately is said again.
 
     Where the context ends as the text does, an occurrence that runs into the end goes on with its own beginning: the text
     would be periodic there, and the draft follows the period.
     """
     limit = usable_length(context, np.iinfo(np.int32).max, max_length)
-    rows = np.empty((len(POOL_ORDERS) * probes, depth), np.int32)
+    rows = np.empty((len(POOL_ORDERS) * probes + recent, depth), np.int32)
     lengths = np.empty(len(rows), np.int32)
     num_rows = 0
     at_end = common_suffix(text, num_tokens, context, limit)
@@ -1069,23 +1071,35 @@ def pool_lookup(
             length = common_suffix(text, position, context, limit)
             longer = o + 1 < len(POOL_ORDERS) and length >= POOL_ORDERS[o + 1]
             if length >= max(order, min_length) and not longer:
-                row = rows[num_rows]
-                for i in range(depth):
-                    if position + i < num_tokens:
-                        row[i] = text[position + i]
-                    elif at_end >= length:
-                        row[i] = row[i - (num_tokens - position)]
-                    else:
-                        row[i] = -1
-                    if row[i] < 0:
-                        row[i:] = -1
-                        break
+                _pool_row(text, num_tokens, position, at_end >= length, rows[num_rows])
                 lengths[num_rows] = length
                 num_rows += 1
                 taken += 1
             position = int64(previous[o, position])
             steps += 1
+    if limit > 0:
+        for position in range(num_tokens - 1, max(num_tokens - 1 - recent, -1), -1):
+            if text[position] >= 0 and common_suffix(text, position, context, 1) == 0:
+                _pool_row(text, num_tokens, position, False, rows[num_rows])
+                lengths[num_rows] = 0
+                num_rows += 1
     return blend(rows[:num_rows], lengths[:num_rows], np.ones(num_rows, np.float64), budget)
+
+
+@kernel
+def _pool_row(text: Int32, num_tokens: int, position: int, periodic: bool, row: Int32) -> None:
+    """Copy the text from `position` on into the row, to the end of the document; from the end of the text on again if it is
+    periodic; and pad with -1."""
+    for i in range(len(row)):
+        if position + i < num_tokens:
+            row[i] = text[position + i]
+        elif periodic:
+            row[i] = row[i - (num_tokens - position)]
+        else:
+            row[i] = -1
+        if row[i] < 0:
+            row[i:] = -1
+            break
 
 
 # Checking a segment

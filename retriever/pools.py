@@ -27,16 +27,27 @@ class TextPool:
     weighing by recency gained on SQL and lost on code).
 
     `max_length` tokens of context are compared at most, `probes` occurrences an order looked at, `depth` tokens of each
-    drafted. Memory: 36 bytes a token, doubled for room to grow.
+    drafted. The last `recent` tokens, and what followed them, are offered below all matches, as matches of length 0. Memory: 36 bytes a token, doubled for room to grow.
     """
 
-    def __init__(self, tokens: Sequence[int] | Tokens = (), *, max_length: int = 32, probes: int = 64, depth: int = 16) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int] | Tokens = (),
+        *,
+        max_length: int = 32,
+        probes: int = 64,
+        depth: int = 16,
+        recent: int = 0,
+    ) -> None:
         for name, value in (("max_length", max_length), ("probes", probes), ("depth", depth)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1: {value}")
         self.max_length = max_length
         self.probes = probes
         self.depth = depth
+        if recent < 0:
+            raise ValueError(f"recent cannot be negative: {recent}")
+        self.recent = recent
         self._num_tokens = 0
         self._end = 0
         self._allocate(_SMALLEST)
@@ -90,6 +101,7 @@ class TextPool:
                 self.max_length,
                 self.probes,
                 self.depth,
+                self.recent,
             )
         )
 

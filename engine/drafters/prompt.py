@@ -29,7 +29,7 @@ class PromptDrafting:
     and the text itself, which grows."""
 
     def __init__(self, context: Tokens, prediction: Tokens) -> None:
-        self._pool = TextPool()
+        self._pool = TextPool(recent=_RECENT)
         if len(prediction):
             self._pool.append(np.concatenate([context[-_LEAD_IN:], prediction]))
         self._pool.append(context, new_document=True)
@@ -49,6 +49,9 @@ class PromptDrafting:
 
 _LONGEST = 32
 """Tokens of context that a lookup may match."""
+
+_RECENT = 64
+"""Latest tokens that are offered whatever the context is, below all that match."""
 
 _LEAD_IN = 16
 """Tokens of the prompt's end that stand before the prediction: a long match, so the prediction leads at once."""

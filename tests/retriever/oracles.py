@@ -75,7 +75,9 @@ def datastore_rows(
     return list(taken.values())
 
 
-def pool_rows(documents: Sequence[Document], context: Sequence[int], max_length: int, depth: int) -> list[Row]:
+def pool_rows(
+    documents: Sequence[Document], context: Sequence[int], max_length: int, depth: int, recent: int = 0
+) -> list[Row]:
     """The occurrences `TextPool.lookup` blends when it has probes enough. The last document is the one that grows."""
     rows = []
     for d, text in enumerate(documents):
@@ -87,6 +89,11 @@ def pool_rows(documents: Sequence[Document], context: Sequence[int], max_length:
                 row.append(row[len(row) - (len(text) - i)])
             if length:
                 rows.append(Row(tuple(row), length))
+    places = [(d, i) for d, text in enumerate(documents) for i in range(len(text) + 1)][:-1]
+    for d, i in places[max(len(places) - recent, 0) :] if context else []:
+        text = documents[d]
+        if i < len(text) and (i == 0 or text[i - 1] != context[-1]):
+            rows.append(Row(tuple(text[i : i + depth]), 0))
     return rows
 
 

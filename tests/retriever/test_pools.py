@@ -18,15 +18,16 @@ def ids(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-@given(texts, texts, st.integers(0, 20))
-def test_it_blends_all_earlier_places(prediction: list[int], text: list[int], budget: int) -> None:
-    """With probes enough, the answer is the blend of every earlier place in every document, ends continued by their period."""
-    pool = TextPool(prediction, probes=100, depth=6, max_length=12)
+@given(texts, texts, st.integers(0, 20), st.sampled_from([0, 3, 100]))
+def test_it_blends_all_earlier_places(prediction: list[int], text: list[int], budget: int, recent: int) -> None:
+    """With probes enough, the answer is the blend of every earlier place in every document, ends continued by their period, and
+    below them of the latest places, whatever stands before them."""
+    pool = TextPool(prediction, probes=100, depth=6, max_length=12, recent=recent)
     pool.append(text, new_document=True)
     documents = [document for document in (prediction, text) if document] or [[]]
     if not text:
         documents = [prediction, []]  # the last document has just begun
-    assert_blended(pool.lookup(ids(text), budget), pool_rows(documents, text, 12, 6), budget)
+    assert_blended(pool.lookup(ids(text), budget), pool_rows(documents, text, 12, 6, recent), budget)
 
 
 @given(texts, texts)
@@ -50,6 +51,14 @@ def test_growing_is_as_good_as_knowing_at_once(pieces: list[list[int]], context:
 def test_the_place_asked_from_is_no_occurrence() -> None:
     """A text without repetition has nothing to say about its own continuation."""
     assert len(TextPool([1, 2, 3, 4]).lookup(ids([1, 2, 3, 4]), 8)) == 0
+
+
+def test_what_was_said_lately_is_offered_without_a_match() -> None:
+    """After a token never seen the latest tokens are drafted, with a match of length 0; further back is forgotten."""
+    found = TextPool([1, 2, 3, 4, 9], recent=2).lookup(ids([9]), 8)
+    assert sorted(found.tokens[found.parents < 0].tolist()) == [4, 9]
+    assert found.lengths[found.parents < 0].tolist() == [0, 0]
+    assert len(TextPool([1, 2, 3, 4, 9]).lookup(ids([9]), 8)) == 0
 
 
 def test_a_loop_goes_on_and_on() -> None:
