@@ -251,7 +251,9 @@ def _link(parents: Any, ends: Any) -> Any:
 
 
 @_jit
-def _open(at: Any, tokens: Any, odds: Any, first: Any, sibling: Any, slot_tokens: Any, places: Any, begin: int, left: Any) -> int:
+def _open(
+    at: Any, tokens: Any, odds: Any, first: Any, sibling: Any, slot_tokens: Any, places: Any, begin: int, left: Any
+) -> int:
     """Unite the children of one node, which is at[s] in draft s (-1: not there), in slots from `begin` on; the end of them.
 
     places[slot, s] becomes the child's place in draft s, -1 if s does not propose it. left[s] becomes the logarithm of what s

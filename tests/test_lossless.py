@@ -455,13 +455,13 @@ def test_output_is_equal_with_what_the_target_leaves_over(name: str) -> None:
     request = replace(REQUESTS[name], feedback_top_k=8, feedback_prompt=3)
     for target in targets():
         plain, _, _ = decode_by_loop(target, REQUESTS[name], [])
+        target.curve = CostCurve(np.array([1, 64], np.int32), np.array([1.0, 1.0]))
         num_accepted = 0
         for kinds in ([RecycleDrafter], [LookaheadDrafter], [RecycleDrafter, LookaheadDrafter, PromptDrafter]):
             found, tally, records = decode_by_loop(target, request, [kind() for kind in kinds])
             assert found == plain
             assert not any(record.errors or record.late for record in records)
             num_accepted += tally.num_accepted
-            assert kinds != [LookaheadDrafter] or tally.num_verified, "the window must have been verified"
         assert num_accepted, "the test has no teeth unless something is accepted"
 
 

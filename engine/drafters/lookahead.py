@@ -98,7 +98,10 @@ def best_shape(num_rows: int, curve: CostCurve, rate: float, gain: float) -> tup
 
     A step yields `rate` tokens, and the pool of a middle window `gain` of them. Half of those are taken to be its own, since
     other sources draft, too. A window with more rows finds more, but less than in proportion: as their square root.
+    A curve of a single point says what a pass costs, not what a row does: nobody measured it, so there is no window.
     """
+    if len(curve.rows) < 2:
+        return None
     best, best_speed = None, rate / float(curve.at(num_rows))
     for width, num_levels in SHAPES:
         rows = width * num_levels

@@ -22,7 +22,7 @@ from engine.target import SequenceRequest
 from engine.target.fake import FakeTarget
 from engine.tree import CandidateTree, CostCurve, LookaheadRows
 
-FREE = CostCurve.flat()
+FREE = CostCurve(np.array([1, 64], np.int32), np.array([1.0, 1.0]))
 DEAR = CostCurve(np.array([1, 2, 64], np.int32), np.array([1.0, 1.8, 60.0]))
 
 
@@ -161,6 +161,7 @@ def test_the_window_is_as_large_as_pays() -> None:
     middle = CostCurve(np.array([1, 16, 64], np.int32), np.array([1.0, 1.01, 3.0]))
     shape = best_shape(1, middle, 1.0, 0.5)
     assert shape is not None and shape[0] * shape[1] <= 16
+    assert best_shape(1, CostCurve.flat(), 1.0, 0.3) is None, "nobody measured what a row costs"
     for num_rows in range(1, 65):
         shape = best_shape(num_rows, FREE, 1.0, 0.3)
         assert num_rows + (shape[0] * shape[1] if shape else 0) <= 64
