@@ -81,7 +81,7 @@ def update(
 
         @functools.cache
         def tokenizer() -> Tokenizer:
-            return _the_same(load_tokenizer(model), manifest.fingerprint, model, name)
+            return same_tokenizer(load_tokenizer(model), manifest.fingerprint, model, name)
 
         if record is not None:
             sources = open_sources(manifest.sources, options, chat_encoder(tokenizer()) if options.chat else None)
@@ -113,7 +113,7 @@ def update(
     return UpdateReport(built, True, built.documents, active.num_documents, 0)
 
 
-def _the_same(tokenizer: Tokenizer, fingerprint: str, model: str, name: str) -> Tokenizer:
+def same_tokenizer(tokenizer: Tokenizer, fingerprint: str, model: str, name: str) -> Tokenizer:
     """The tokenizer, if it is the one the corpus was built with. Raises OtherTokenizer."""
     if tokenizer.fingerprint != fingerprint:
         raise OtherTokenizer(

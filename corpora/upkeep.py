@@ -1,4 +1,4 @@
-"""`draftloom corpus update | watch | show | check | activate | rollback | gc | export | import`: looking after a corpus."""
+"""`draftloom corpus update | watch | show | search | check | activate | rollback | gc | export | import`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from corpora.terminal import (
     files_text,
     load_tokenizer,
     minute,
+    one_line,
     open_catalog,
     out,
     plain,
@@ -34,6 +35,7 @@ from corpora.terminal import (
     reporting,
     say,
     size_of,
+    table_of,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +124,9 @@ def show_command(name: NameArgument, store: StoreOption = None, as_json: JsonOpt
     with reporting(as_json):
         catalog = open_catalog(store)
         details = catalog.show(name)
-        details["record"] = record = _record_of(catalog.version_path(name, details["active"]["id"]))
+        folder = catalog.version_path(name, details["active"]["id"])
+        details["record"] = record = _record_of(folder)
+        details["suffixes"] = found = _found_by_suffixes(folder)
         if as_json:
             print_json(details)
             return
@@ -140,6 +144,7 @@ def show_command(name: NameArgument, store: StoreOption = None, as_json: JsonOpt
             "tokens": f"{active['num_tokens']:,}",
             "on disk": f"{size_of(num_bytes)}, {num_bytes / max(active['num_tokens'], 1):.2f} bytes a token",
             "segments": str(manifest["num_segments"]) if manifest else "-",
+            "an end of n": "; ".join(map(_suffix_line, found)) or "-",
             "sources": "\n".join(active["sources"]),
             "options": _options_line(manifest["options"])
             if manifest
@@ -153,6 +158,41 @@ def show_command(name: NameArgument, store: StoreOption = None, as_json: JsonOpt
             table.add_row(label, value)
         out().print(f"[bold]{name}[/bold]")
         out().print(table)
+
+
+@upkeep_app.command("search")
+def search_command(
+    name: NameArgument,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to look for.", show_default=False)],
+    limit: Annotated[int, typer.Option("--limit", "-n", help="Most places, and most continuations, to show.", min=1)] = 10,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look inside a corpus: where a text occurs, how often, and what follows it with what counts.
+
+    It is found where its tokens stand, as drafting finds them: "retur" is not found inside "return".
+    """
+    from corpora.search import search
+
+    with reporting(as_json):
+        found = search(name, text, open_catalog(store), _tokenizer_of, limit=limit)
+        if as_json:
+            print_json(asdict(found))
+            return
+        if not found.count:
+            say(f"{name} does not hold {plain(one_line(text))} ({len(found.tokens)} tokens)")
+            return
+        places = table_of(">place", "document", "text")
+        for place in found.places:
+            before, here, after = _visible(place.before)[-32:], _visible(text), _visible(place.after)[:48]
+            context = f"{plain(before)}[bold]{plain(here)}[/bold]{plain(after)}"
+            places.add_row(f"{place.offset:,}", plain(one_line(place.document)), context)
+        out().print(places)
+        following = table_of(">count", ">share", "goes on with")
+        for each in found.following:
+            following.add_row(f"{each.count:,}", f"{each.count / found.count:.0%}", plain(_visible(each.text)))
+        out().print(following)
+        out().print(f"{found.count:,} in all, {found.num_following:,} different continuations", highlight=False)
 
 
 @upkeep_app.command("check")
@@ -288,6 +328,11 @@ def _update_line(result: UpdateReport) -> str:
     )
 
 
+def _visible(text: str) -> str:
+    """A text on one line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _documents(count: int) -> str:
     return f"{count:,} document{'' if count == 1 else 's'}"
 
@@ -307,6 +352,24 @@ def _record_of(folder: Path) -> dict[str, Any] | None:
         "skipped": dict(sorted(record.skipped.items(), key=lambda item: (-item[1], item[0]))),
         "endings": dict(sorted(record.endings.items(), key=lambda item: (-item[1][1], item[0]))),
     }
+
+
+def _found_by_suffixes(folder: Path) -> list[dict[str, Any]]:
+    """What an end of n tokens of the corpus' own text finds in the rest of it; [] if the version cannot be opened."""
+    from retriever.datastore import Datastore
+    from retriever.errors import RetrieverError
+
+    try:
+        with Datastore.open(folder) as datastore:
+            return [asdict(each) for each in datastore.suffix_statistics((1, 2, 4, 8, 16, 32), samples=500)]
+    except (RetrieverError, OSError):
+        return []
+
+
+def _suffix_line(statistics: Mapping[str, Any]) -> str:
+    """What is said of the ends of one length."""
+    share, median = statistics["share_found"], statistics["median_found"]
+    return f"{statistics['length']}: {share:.0%} stand elsewhere, half of them {median:,.0f} times or more"
 
 
 def _kinds_line(endings: Mapping[str, tuple[int, int]]) -> str:

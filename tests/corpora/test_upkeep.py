@@ -71,6 +71,23 @@ def test_a_damaged_record_is_no_reason_to_show_nothing(shell: Shell) -> None:
     assert done.exit_code == 5 and str(path) in done.stderr
 
 
+def test_search_looks_inside(shell: Shell) -> None:
+    """Places with the text around them, continuations with exact counts; in JSON the same; what is not there is said so."""
+    plant(shell.tree, {"more.py": "total = first + second\nother = first - second\n"})
+    shell.build()
+    done = shell("search", "code", " first", "--limit", "3")
+    assert done.exit_code == 0 and "add.py" in done.stdout and "3 in all, 2 different continuations" in done.stdout
+    found = json.loads(shell("search", "code", " first", "--json").stdout)
+    assert found["count"] == 3 and [(each["text"], each["count"]) for each in found["following"]] == [(" +", 2), (" ", 1)]
+    assert {place["document"] for place in found["places"]} == {"add.py", "more.py"} and found["num_following"] == 2
+    assert all("first" not in place["after"][:5] for place in found["places"])
+    done = shell("search", "code", "nowhere to be seen")
+    assert done.exit_code == 0 and done.stdout == "" and "does not hold nowhere to be seen" in done.stderr
+    assert json.loads(shell("search", "code", "", "--json").stdout)["count"] == 0
+    shown = json.loads(shell("show", "code", "--json").stdout)["suffixes"]
+    assert shown[0]["length"] == 1 and 0 < shown[0]["share_found"] <= 1
+
+
 def test_activate_takes_any_version(shell: Shell) -> None:
     """One that `show` lists; another is a mistake."""
     shell.build()
