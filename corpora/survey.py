@@ -51,11 +51,10 @@ class Found:
     unchanged: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """All but the documents' content, as JSON can hold it."""
+        """All but where it lies and the documents' content, as JSON can hold it."""
         d = self.decision
         return {
             "name": d.name,
-            "path": os.fspath(d.path),
             "taken": d.taken,
             "reason": d.reason,
             "detail": d.detail,
@@ -67,11 +66,11 @@ class Found:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Found:
-        """What `to_json` wrote, without documents. Raises KeyError, TypeError, ValueError for anything else."""
+        """What `to_json` wrote; its path is its name. Raises KeyError, TypeError, ValueError for anything else."""
         names = tuple(values["documents"])
         reason = Reason(values["reason"]) if values["reason"] else None
         decision = Decision(
-            path=Path(values["path"]),
+            path=Path(values["name"]),
             name=values["name"],
             taken=values["taken"],
             reason=reason,

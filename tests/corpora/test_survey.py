@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,20 @@ def test_a_copy_takes_the_place_of_its_original(tree: Path, monkeypatch: pytest.
 
 
 def test_findings_outlive_a_process(tree: Path) -> None:
-    """They go through JSON, without the texts."""
+    """They go through JSON, without the texts, and without their paths, which need not be text."""
     found = survey(tree)
     back = {name: Found.from_json(json.loads(json.dumps(f.to_json()))) for name, f in found.items()}
     assert {name: (f.decision, f.names, f.digest) for name, f in back.items()} == {
-        name: (f.decision, f.names, f.digest) for name, f in found.items()
+        name: (replace(f.decision, path=Path(name)), f.names, f.digest) for name, f in found.items()
     }
+
+
+def test_a_name_that_is_no_text_is_known_again(tmp_path: Path) -> None:
+    """Its bytes are spelled out, and what was found goes through JSON as UTF-8 like any other."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / os.fsdecode(b"\xff.py")).write_text("x = 1\n")
+    found = survey(tree)
+    written = json.dumps([f.to_json() for f in found.values()], ensure_ascii=False).encode()
+    known = {f.decision.name: f for f in map(Found.from_json, json.loads(written))}
+    assert [f.unchanged for f in survey(tree, known=known).values()] == [True] and list(known) == ["\\xff.py"]
