@@ -289,7 +289,8 @@ class Datastore:
         Closed.
         """
         end = 0 if seconds == math.inf else time.monotonic_ns() + max(1, int(seconds * 1e9))
-        _positive(min_length=min_length, max_length=max_length, samples=samples, classes=classes, depth=depth)
+        if min(min_length, max_length, samples, classes, depth) < 1:
+            _positive(min_length=min_length, max_length=max_length, samples=samples, classes=classes, depth=depth)
         segments = self._mapped()  # a local reference: `close` in another thread must not unmap under the kernel
         arrays = kernels.lookup(
             self._described,

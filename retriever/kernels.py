@@ -127,6 +127,7 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     limit = num_rows * min(depth_limit, size)
     heap = np.empty(limit, np.int64)
     heap_size = 0
+    top_taken = False  # the heap's top was emitted: its first child takes its place there, which mostly stays the top
     cand_path = np.empty(limit, np.float64)
     cand_token = np.empty(limit, np.int64)
     cand_node = np.empty(limit, np.int64)
@@ -205,18 +206,24 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                 cand_prob[num_cands] = child_prob[child]
                 cand_low[num_cands] = child_low[child]
                 cand_high[num_cands] = child_low[child + 1]
-                heap[heap_size] = num_cands
-                heap_size += 1
+                if top_taken:
+                    heap[0] = num_cands
+                    _sift_down(heap, heap_size, cand_path, cand_token)
+                    top_taken = False
+                else:
+                    heap[heap_size] = num_cands
+                    heap_size += 1
+                    _sift_up(heap, heap_size - 1, cand_path, cand_token)
                 num_cands += 1
-                _sift_up(heap, heap_size - 1, cand_path, cand_token)
 
+        if top_taken:
+            heap_size -= 1
+            heap[0] = heap[heap_size]
+            _sift_down(heap, heap_size, cand_path, cand_token)
         if heap_size == 0:
             break
         best = heap[0]
-        heap_size -= 1
-        heap[0] = heap[heap_size]
-        _sift_down(heap, heap_size, cand_path, cand_token)
-
+        top_taken = True
         parent = cand_node[best]
         tokens[num_nodes] = cand_token[best]
         parents[num_nodes] = parent
@@ -562,7 +569,7 @@ def fill_table(table: UInt32, text: Bytes, width: int, order: Int32, contexts: I
         table[slot, 2] = count
 
 
-@kernel
+@inlined
 def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, key: Int32) -> tuple[int, int]:
     """The interval of `order` whose suffixes begin with `key` (at least one token); low = high if there are none.
 
@@ -689,32 +696,32 @@ def describe(text: Bytes, order: Int32, table: UInt32, left: UInt64 = _NOTHING_L
     return np.array([n for array in (text, order, table, left, before) for n in (array.ctypes.data, len(array))], np.int64)
 
 
-@kernel
+@inlined
 def _text(segment: Int64) -> Bytes:
     return carray(_pointer(segment[0]), segment[1], np.uint8)
 
 
-@kernel
+@inlined
 def _order(segment: Int64) -> Int32:
     return carray(_pointer(segment[2]), segment[3], np.int32)
 
 
-@kernel
+@inlined
 def _table(segment: Int64) -> UInt32:
     return carray(_pointer(segment[4]), (segment[5], 3), np.uint32)
 
 
-@kernel
+@inlined
 def _left(segment: Int64) -> UInt64:
     return carray(_pointer(segment[6]), segment[7], np.uint64)
 
 
-@kernel
+@inlined
 def _before_blocks(segment: Int64) -> UInt64:
     return carray(_pointer(segment[8]), segment[9], np.uint64)
 
 
-@kernel
+@inlined
 def usable_length(context: Int32, vocab_size: int, max_length: int) -> int:
     """How many tokens at the end of the context can be looked up: at most `max_length`, none before one that is no token."""
     length = 0
@@ -740,7 +747,7 @@ def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> 
     return total
 
 
-@kernel
+@inlined
 def rung(r: int) -> int:
     """The r-th length (from 0) that is searched for: 1, 2, 3, 4, then two in an octave: 6, 8, 12, 16, 24, 32, ..."""
     if r < 4:
@@ -929,7 +936,7 @@ def next_tokens(
     return found[:num_found]
 
 
-@kernel
+@inlined
 def _token_or_none(text: Bytes, width: int, num_tokens: int, position: int, ahead: int) -> int:
     """The token so far ahead of a position, -1 outside the text."""
     at = int64(position) + ahead
