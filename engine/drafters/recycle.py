@@ -238,6 +238,18 @@ class RecycleDrafting:
         self._missed = missed
 
 
+def warmup() -> None:
+    """Compile every kernel for the types they are called with. Some seconds the first time, then read from numba's cache."""
+    known = Successors()
+    drafting = RecycleDrafting(np.zeros(2, np.int32), known)
+    one: NDArray[np.int32] = np.zeros(1, np.int32)
+    heard = Feedback(np.ones((1, 1), np.int32), one, one - 1)
+    drafting.accept([], heard)
+    drafting.propose(one, 1)
+    drafting.accept([1], heard)
+    Successors(known.arrays())
+
+
 def without_old(saved: Arrays, oldest: float) -> dict[str, NDArray[Any]]:
     """Saved rows without those last heard before `oldest`. Raises nothing: what makes no sense is left out whole."""
     try:

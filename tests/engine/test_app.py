@@ -325,6 +325,40 @@ def test_statistics_say_what_happened(store: Path) -> None:
     assert counts.draft_seconds > 0 and counts.step_seconds > 0
 
 
+def test_without_a_corpus_drafting_begins_with_the_first_request(tmp_path: Path) -> None:
+    """The model's leftovers need nothing set up; what they learned is there again after a restart."""
+    request = request_of(max_tokens=60, ignore_eos=True, sources=("recycle",))
+    num_steps = []
+    for _ in range(2):
+        target = Target(order=1, sharpness=6.0, spell=())
+        engine = engine_of(target, tmp_path)
+        answer, final, _ = ask(engine, request)
+        assert_same(answer, by_hand(target, request))
+        (recycle,) = final.statistics.sources
+        assert recycle.accepted == final.statistics.num_accepted > 0 and not recycle.errors + recycle.late
+        num_steps.append(final.statistics.num_steps)
+        asyncio.run(engine.close())
+    assert num_steps[1] < num_steps[0] < 60
+
+
+def test_the_target_is_asked_for_as_much_feedback_as_the_sources_want(store: Path) -> None:
+    """The most likely tokens that any of them wants, along the prompt's end, too; none where nobody learns from them."""
+    asked: list[SequenceRequest] = []
+
+    class Noting(Target):
+        @asynccontextmanager
+        async def open(self, request: SequenceRequest) -> AsyncIterator[FakeSequence]:
+            asked.append(request)
+            async with super().open(request) as sequence:
+                yield sequence
+
+    engine = engine_of(Noting(), store, speculation={"prompt_rows": 5})
+    for sources in (("recycle", "prompt"), ("lookahead",), ("prompt",), ()):
+        ask(engine, request_of(sources=sources))
+    ask(engine, request_of(enabled=False))
+    assert [(each.feedback_top_k, each.feedback_prompt) for each in asked] == [(8, 5), (1, 5), (0, 0), (0, 0), (0, 0)]
+
+
 def test_the_same_request_is_answered_alike_while_the_server_learns(store: Path, tmp_path: Path) -> None:
     """Between the first and the last of many requests calibration, caches and a corpus change; the answer does not."""
     publish(tmp_path, [SPELL[::-1]])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.drafters import Drafting, DraftRequest, Feedback, kernels
-from engine.drafters.recycle import RecycleDrafter, RecycleDrafting, Successors, without_old
+from engine.drafters.recycle import RecycleDrafter, RecycleDrafting, Successors, warmup, without_old
 from engine.memory import Memory, Tenant
 from engine.tree import Draft
 from tests.engine.oracles_recycle import K, Rows
@@ -170,6 +170,20 @@ def test_a_table_grows_with_what_it_holds_and_no_further() -> None:
     assert small < 100_000 < known.num_bytes < 3_000_000
     assert sum(kernels.find(known.keys, key_of(-1, int(node))) >= 0 for node in nodes) > 120
     assert len(known) == np.count_nonzero(known.keys) <= len(known.keys)
+
+
+def test_warmup_leaves_nothing_to_compile() -> None:
+    """After warmup() a request compiles no further signature."""
+    warmup()
+    compiled = [kernels.learn, kernels.draft, kernels.score, kernels.count_common, kernels.rehash]
+    before = [len(kernel.signatures) for kernel in compiled]
+    memory = Tenant()
+    taught(memory)
+    Successors(memory.states["recycle"].arrays())
+    known = memory.state("recycle", Successors)
+    known.learn(chain_feedback(list(range(600)), [[1]] * 600), 3, now=60.0)
+    begin(memory).propose(np.array([1, 2], np.int32), 16)
+    assert [len(kernel.signatures) for kernel in compiled] == before
 
 
 # ---- the source
