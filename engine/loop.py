@@ -42,6 +42,7 @@ async def decode(
         result = await sequence.step(tree)
         verified = time.perf_counter()
         step = session.commit(result)
+        panel.reward(session.reached, verified - drafted)
         panel.accept(step.tokens, result.feedback)
         times.draft += drafted - start
         times.step += verified - drafted

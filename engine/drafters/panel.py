@@ -24,6 +24,12 @@ log = logging.getLogger("draftloom.drafters")
 _MISSES = 3
 """Steps in a row that a source may miss before it is left alone."""
 
+_TRIAL = 64
+"""Steps on which a source must have been heard before it is judged, and after which the next may be."""
+
+_PROBE = 16
+"""A source that does not pay for its time is asked on every so-manieth step."""
+
 _SURPLUS = 2
 """Nodes a source is asked for, for each that the tree takes: the merge has more to choose from (0.5 to 2 % more tokens a step)."""
 
@@ -61,6 +67,7 @@ class Panel:
         self._budget = _SURPLUS * budget
         self._deadline = deadline
         self._clock = clock
+        self._num_judged = 0
         self._seats: list[_Seat] = []
         for drafter in drafters:
             try:
@@ -105,6 +112,23 @@ class Panel:
                 return rows
         return LookaheadRows.none()
 
+    def reward(self, reached: Sequence[int | None], step_seconds: float) -> None:
+        """Take in how many of the emitted tokens each source's own draft held (None: not heard), and the seconds of the step.
+
+        A source is worth the tokens that no other one had, each of them a step saved. One whose time costs more than that is
+        asked now and then only, until it pays again; one at a time, so that of two that say the same one stays.
+        """
+        heard = [count for count in reached if count is not None]
+        most, second = (*sorted(heard, reverse=True), 0, 0)[:2]
+        for seat, count in zip(self._seats, reached, strict=True):
+            if count is not None:
+                seat.earn(count - second if count == most else 0, step_seconds)
+        self._num_judged += 1
+        losing = [seat for seat in self._seats if seat.loses and not seat.idle]
+        if losing and self._num_judged >= _TRIAL and len(heard) > 1:
+            self._num_judged = 0
+            max(losing, key=lambda seat: seat.loss).idle = True
+
     def accept(self, tokens: Tokens, feedback: Feedback) -> None:
         """Tell every source what was emitted."""
         for seat in self._seats:
@@ -142,6 +166,26 @@ class _Seat:
         self._misses = 0
         self._resting = 0
         self._broken = False
+        self.idle = False
+        """Asked now and then only."""
+        self.loss = 0.0
+        """Seconds a step that asking costs beyond what it saves, lately."""
+        self._num_heard = 0
+        self._num_skipped = 0
+        self._seconds_paid = 0.0
+
+    @property
+    def loses(self) -> bool:
+        """Whether asking has cost more than it saved, over enough steps to say so."""
+        return self.loss > 0 and self._num_heard >= _TRIAL
+
+    def earn(self, num_unique: int, step_seconds: float) -> None:
+        """It was heard: `num_unique` tokens nobody else had, each worth a step's seconds, for the seconds it took since."""
+        spent, self._seconds_paid = self.record.seconds - self._seconds_paid, self.record.seconds
+        self.loss += (spent - num_unique * step_seconds - self.loss) / min(self._num_heard + 1, _TRIAL)
+        self._num_heard += 1
+        if self.loss <= 0:
+            self.idle = False
 
     def propose(self, context: Tokens, budget: int, end: float) -> Draft | None:
         """A draft on the caller's thread; one that comes after `end` is late and dropped.
@@ -255,4 +299,8 @@ class _Seat:
         if self._resting:
             self._resting -= 1
             return True
+        if self.idle:
+            self._num_skipped = (self._num_skipped + 1) % _PROBE
+            if self._num_skipped:
+                return True
         return self._broken

@@ -301,3 +301,44 @@ def test_seconds_are_those_of_drafting() -> None:
         propose(panel, 1)
         propose(panel, 2)
         assert [record.seconds for record in panel.records] == [0.5, 4.0]
+
+
+# ---- what pays
+
+
+def asked(panel: Panel, drafters: Sequence[Scripted], num_steps: int, reached: Sequence[int], step_seconds: float) -> list[int]:
+    """How often each was asked over so many steps, in each of which they reach that far."""
+    before = [len(drafter.heard) for drafter in drafters]
+    for _ in range(num_steps):
+        drafts = propose(panel, 4)
+        heard = [None if draft is None else count for draft, count in zip(drafts, reached, strict=True)]
+        panel.reward(heard, step_seconds)
+    return [len(drafter.heard) - count for drafter, count in zip(drafters, before, strict=True)]
+
+
+def test_a_source_that_does_not_pay_is_asked_now_and_then() -> None:
+    """Where steps are cheap, the source that adds nothing is left to probes; once it adds what is worth it, it is back."""
+    clock = Clock()
+    useful, useless = Scripted("useful", clock=clock, seconds=1.0), Scripted("useless", clock=clock, seconds=1.0)
+    with panel_of(useful, useless, deadline=60, clock=clock) as panel:
+        asked(panel, [useful, useless], 100, [3, 0], step_seconds=10.0)
+        assert asked(panel, [useful, useless], 64, [3, 0], step_seconds=10.0) == [64, 4]
+        asked(panel, [useful, useless], 200, [3, 5], step_seconds=10.0)
+        assert asked(panel, [useful, useless], 64, [3, 5], step_seconds=10.0)[1] == 64
+
+
+def test_of_two_that_say_the_same_one_stays() -> None:
+    """Neither adds anything to the other, so one goes; the other is then the only one, and stays."""
+    clock = Clock()
+    pair = [Scripted("a", clock=clock, seconds=1.0), Scripted("b", clock=clock, seconds=1.0)]
+    with panel_of(*pair, deadline=60, clock=clock) as panel:
+        asked(panel, pair, 300, [2, 2], step_seconds=10.0)
+        assert sorted(asked(panel, pair, 64, [2, 2], step_seconds=10.0)) == [4, 64]
+
+
+def test_where_steps_are_dear_every_source_pays() -> None:
+    """A token in a thousand steps is worth a microsecond a step where a step takes a second."""
+    clock = Clock()
+    drafters = [Scripted("a", clock=clock, seconds=1.0), Scripted("b", clock=clock, seconds=1.0)]
+    with panel_of(*drafters, deadline=60, clock=clock) as panel:
+        assert asked(panel, drafters, 200, [3, 1], step_seconds=1e9)[0] == 200
