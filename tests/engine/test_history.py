@@ -82,9 +82,9 @@ def test_requests_at_one_time_see_one_another() -> None:
 
 
 def test_counts_say_how_often_it_was_said() -> None:
-    """Three answers alike are evidence of three, and the one that differs takes its share."""
+    """Three answers alike are evidence of three, and the one that differs takes its share; the last counts more."""
     memory = Tenant()
-    for last in (25, 25, 25, 40):
+    for last in (25, 40, 25, 25):
         say(memory, [21, 22, last])
     drafting = begin(memory, [9])
     draft = drafting.propose(np.array([9, 21, 22], np.int32), 8)
