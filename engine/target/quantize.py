@@ -204,7 +204,7 @@ class Int8DecoderLayer(nn.Module):
         self._index = int(mixer.layer_idx)
         self._window = window
         self._scale = np.array([mixer.scaling], np.float32)
-        self._matrices = tuple(matrix.packed.arrays for matrix in (qkv, o, gate_up, down))
+        self.matrices = tuple(matrix.packed.arrays for matrix in (qkv, o, gate_up, down))
         self._norms = tuple(_norm_parts(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
 
     def forward(
@@ -212,7 +212,7 @@ class Int8DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         cos, sin = (table[0].numpy() for table in position_embeddings)
         out = attention.current().decoder_layer(
-            self._index, hidden_states[0].numpy(), self._window, cos, sin, self._matrices, self._norms, self._scale
+            self._index, hidden_states[0].numpy(), self._window, cos, sin, self.matrices, self._norms, self._scale
         )
         return torch.from_numpy(out)[None]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class Leaky(transformers.LlamaForCausalLM):
 
 def test_a_leak_between_rows_is_seen_without_a_word_in_the_config() -> None:
     """A network that mixes neighbouring rows is refused for what it does."""
-    config = copy.deepcopy(tiny.twins("llama")[0].config)  # it will be told of another attention
+    config = deepcopy(tiny.twins("llama")[0].config)  # it will be told of another attention
     with pytest.raises(ModelError, match="others than its ancestors"):
         prepare(Leaky._from_config(config, attn_implementation=KEY).eval(), "float32")
 
