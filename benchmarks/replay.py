@@ -51,6 +51,7 @@ from engine.drafters import DraftRequest, Feedback
 from engine.drafters.panel import Panel
 from engine.memory import Tenant
 from engine.models import cache_root, tokenizer_folder
+from engine.prior import prior
 from engine.session import Session
 from engine.target import StepResult
 from engine.text import Tokenizer
@@ -197,11 +198,18 @@ class Replay:
         return self.num_tokens / max(self.num_steps, 1)
 
 
-def replay(turns: Sequence[Turn], stores: Mapping[str, Datastore], names: Sequence[str], budget: int, vocab_size: int) -> Replay:
-    """Serve the turns with these sources and trees of `budget` nodes."""
+def replay(
+    turns: Sequence[Turn],
+    stores: Mapping[str, Datastore],
+    names: Sequence[str],
+    budget: int,
+    vocab_size: int,
+    calibration: Calibration | None = None,
+) -> Replay:
+    """Serve the turns with these sources and trees of `budget` nodes; a tenant without a calibration begins with the prior."""
     found = Replay()
     drafters = list(make_drafters(names).values())
-    calibration = Calibration.of(None)
+    calibration = calibration or Calibration.of(None, prior())
     memory = Tenant(clock=lambda: 0.0)
 
     async def run() -> None:
@@ -329,7 +337,7 @@ def oracle(turns: Sequence[Turn], stores: Mapping[str, Datastore], names: Sequen
                 at = len(turn.prompt)
                 while at < len(text):
                     drafts = await panel.propose(text[:at])
-                    reached = max((reach(draft, text[at:]) for draft in drafts if draft is not None), default=0)
+                    reached = max((reach(draft, text[at:], budget) for draft in drafts if draft is not None), default=0)
                     emitted = text[at : at + reached + 1]
                     panel.accept(emitted, Feedback())
                     at += len(emitted)
@@ -340,9 +348,13 @@ def oracle(turns: Sequence[Turn], stores: Mapping[str, Datastore], names: Sequen
     return num_tokens / max(num_steps, 1)
 
 
-def reach(draft: Draft, ahead: Tokens) -> int:
-    """How many of the coming tokens the draft holds in a row from its root."""
-    return int(kernels.outcomes(draft.tokens, draft.parents, ahead, np.empty(len(draft), np.int8)))
+def reach(draft: Draft, ahead: Tokens, budget: int) -> int:
+    """How many of the coming tokens the draft's first `budget` nodes hold in a row from its root."""
+    n = min(len(draft), budget)
+    reached = np.zeros(1, np.int64)
+    ends = np.array([n], np.int64)
+    kernels.outcomes(draft.tokens[:n], draft.parents[:n], ends, ahead, np.empty(n, np.int8), reached)
+    return int(reached[0])
 
 
 # ---- the whole

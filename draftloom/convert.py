@@ -219,9 +219,13 @@ def _statistics(message: generation_pb2.SpeculationStats) -> Statistics:
                 num_errors=each.num_errors,
                 num_late=each.num_late,
                 seconds=each.seconds,
+                trust=each.trust,
             )
             for each in message.sources
         ),
         corpora={each.name: each.version for each in message.corpora},
         warnings=tuple(message.warnings),
+        num_expected=message.num_expected,
+        calibration_error=message.calibration_error,
+        log_loss=message.log_loss,
     )

@@ -151,7 +151,7 @@ class Usage:
 @dataclass(frozen=True)
 class SourceStatistics:
     """What one source did: candidates verified, accepted, and accepted while no other source had them; steps it was left out
-    of, having failed or come late; seconds of drafting."""
+    of, having failed or come late; seconds of drafting; the share of all trust it has earned by its drafts."""
 
     name: str
     num_proposed: int
@@ -160,6 +160,7 @@ class SourceStatistics:
     num_errors: int
     num_late: int
     seconds: float
+    trust: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Statistics:
     """What the request cost. All counts end with the last token of the answer.
 
     `num_steps` passes of the target verified `num_nodes` candidates, `num_accepted` of which are in the answer. `corpora` maps
-    the names of the corpora drafted from to their versions; `warnings` says what the request was served without.
+    the names of the corpora drafted from to their versions; `warnings` says what the request was served without. The estimates
+    promised that `num_expected` would be accepted; `calibration_error` and `log_loss` (nats) judge them candidate by candidate.
     """
 
     num_steps: int
@@ -180,6 +182,9 @@ class Statistics:
     sources: tuple[SourceStatistics, ...]
     corpora: dict[str, str]
     warnings: tuple[str, ...]
+    num_expected: float = 0.0
+    calibration_error: float = 0.0
+    log_loss: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from importlib import import_module
 from typing import Any
@@ -28,6 +28,7 @@ from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound
 from engine.loop import Times, decode
 from engine.memory import DAY, Memory, Tenants, default_root
 from engine.models import cache_root, tokenizer_folder
+from engine.prior import prior
 from engine.requests import (
     Chunk,
     CorpusInfo,
@@ -144,9 +145,9 @@ class Engine:
                 use_history=use_history,
                 learn=learn,
             )
-            calibration = memory.state("calibration", Calibration.of)
+            calibration = memory.state("calibration", _begin_calibration)
             if not learn:
-                calibration = Calibration.of(calibration.arrays())
+                calibration = _begin_calibration(calibration.arrays())
             deadline = self._config.speculation.deadline_ms / 1000
             panel = stack.enter_context(
                 Panel(drafters, draft_request, self.info.vocab_size, budget=max_nodes, deadline=deadline)
@@ -272,6 +273,11 @@ class Engine:
         return stores, warnings
 
 
+def _begin_calibration(saved: Mapping[str, NDArray[np.float64]] | None) -> Calibration:
+    """What was learned of this model and tenant, on top of what is shipped."""
+    return Calibration.of(saved, prior())
+
+
 async def _encode(encode: Callable[[str], NDArray[np.int32]], text: str) -> NDArray[np.int32]:
     """The text's ids; a long one's are found on a thread, while the event loop serves others."""
     return encode(text) if len(text) < _LONG_TEXT else await asyncio.to_thread(encode, text)
@@ -324,6 +330,7 @@ def _statistics(
             errors=record.errors,
             late=record.late,
             seconds=record.seconds,
+            trust=float(session.trust[s]),
         )
         for s, (label, record) in enumerate(zip(panel.labels, panel.records, strict=True))
     )
@@ -337,6 +344,9 @@ def _statistics(
         prefill_seconds=prefill,
         corpora=tuple((name, store.version) for name, store in stores.items()),
         warnings=tuple(warnings),
+        num_expected=tally.expected,
+        calibration_error=tally.calibration_error,
+        log_loss=tally.log_loss / max(tally.num_judged, 1),
     )
 
 
@@ -381,6 +391,7 @@ async def open_engine(config: Config) -> AsyncIterator[Engine]:
             stack.callback(ended.cancel)
         kernels.warmup()
         retriever_kernels.warmup()
+        recycle.warmup()
         history_kernels.warmup()
         engine = Engine(config, target, tokenizer, checks=Checks(cache_root().parent / "checks"))
         engine.worker_ended = ended

@@ -215,7 +215,7 @@ class SourceStats:
     """What one source did for one request.
 
     `proposed` nodes that were verified, `accepted` of them, `unique` accepted that no other source had proposed, `errors`
-    and `late` steps on which it was left out, and `seconds` of drafting.
+    and `late` steps on which it was left out, `seconds` of drafting, and the share of `trust` its drafts have earned.
     """
 
     name: str
@@ -225,6 +225,7 @@ class SourceStats:
     errors: int = 0
     late: int = 0
     seconds: float = 0.0
+    trust: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,8 @@ class GenerationStats:
     1. `num_steps` verification passes, `num_nodes` candidates verified in them (roots not counted), `num_accepted` emitted.
     2. `draft_seconds` drafting and merging, `step_seconds` waiting for the target's steps, `prefill_seconds` before the first.
     3. `corpora`: (name, version) drafted from. `warnings`: what the request was served without, in plain words.
+    4. `num_expected`: candidates that the estimates promised would be accepted, of those verified; `calibration_error` and
+       `log_loss` (nats), means over the candidates whose parent was accepted: see `session.Tally`.
     """
 
     sources: tuple[SourceStats, ...] = ()
@@ -245,6 +248,9 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     corpora: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
+    num_expected: float = 0.0
+    calibration_error: float = 0.0
+    log_loss: float = 0.0
 
 
 @dataclass(frozen=True)

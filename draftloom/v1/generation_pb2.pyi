@@ -306,7 +306,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_nodes", "num_accepted", "mean_tokens_per_step", "draft_seconds", "step_seconds", "prefill_seconds", "sources", "corpora", "warnings")
+    __slots__ = ("num_steps", "num_nodes", "num_accepted", "mean_tokens_per_step", "draft_seconds", "step_seconds", "prefill_seconds", "sources", "corpora", "warnings", "num_expected", "calibration_error", "log_loss")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,9 @@ class SpeculationStats(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     CORPORA_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_ERROR_FIELD_NUMBER: _ClassVar[int]
+    LOG_LOSS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_nodes: int
     num_accepted: int
@@ -327,10 +330,13 @@ class SpeculationStats(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[SourceStats]
     corpora: _containers.RepeatedCompositeFieldContainer[CorpusVersion]
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_steps: _Optional[int] = ..., num_nodes: _Optional[int] = ..., num_accepted: _Optional[int] = ..., mean_tokens_per_step: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceStats, _Mapping]]] = ..., corpora: _Optional[_Iterable[_Union[CorpusVersion, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_expected: float
+    calibration_error: float
+    log_loss: float
+    def __init__(self, num_steps: _Optional[int] = ..., num_nodes: _Optional[int] = ..., num_accepted: _Optional[int] = ..., mean_tokens_per_step: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceStats, _Mapping]]] = ..., corpora: _Optional[_Iterable[_Union[CorpusVersion, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_expected: _Optional[float] = ..., calibration_error: _Optional[float] = ..., log_loss: _Optional[float] = ...) -> None: ...
 
 class SourceStats(_message.Message):
-    __slots__ = ("name", "num_proposed", "num_accepted", "num_unique", "num_errors", "num_late", "seconds")
+    __slots__ = ("name", "num_proposed", "num_accepted", "num_unique", "num_errors", "num_late", "seconds", "trust")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +344,7 @@ class SourceStats(_message.Message):
     NUM_ERRORS_FIELD_NUMBER: _ClassVar[int]
     NUM_LATE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_proposed: int
     num_accepted: int
@@ -345,7 +352,8 @@ class SourceStats(_message.Message):
     num_errors: int
     num_late: int
     seconds: float
-    def __init__(self, name: _Optional[str] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_unique: _Optional[int] = ..., num_errors: _Optional[int] = ..., num_late: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    trust: float
+    def __init__(self, name: _Optional[str] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_unique: _Optional[int] = ..., num_errors: _Optional[int] = ..., num_late: _Optional[int] = ..., seconds: _Optional[float] = ..., trust: _Optional[float] = ...) -> None: ...
 
 class CorpusVersion(_message.Message):
     __slots__ = ("name", "version")

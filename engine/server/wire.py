@@ -189,11 +189,15 @@ def _statistics(stats: GenerationStats, tokens_per_step: float) -> generation_pb
                 num_errors=each.errors,
                 num_late=each.late,
                 seconds=each.seconds,
+                trust=each.trust,
             )
             for each in stats.sources
         ],
         corpora=[generation_pb2.CorpusVersion(name=name, version=version) for name, version in stats.corpora],
         warnings=stats.warnings,
+        num_expected=stats.num_expected,
+        calibration_error=stats.calibration_error,
+        log_loss=stats.log_loss,
     )
 
 
