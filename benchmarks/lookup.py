@@ -275,7 +275,7 @@ def main(
                 continue
             stores = [Datastore.open(path) for path in paths]
             for store in stores:
-                store.prefetch()
+                store.populate()
             size = sum(f.stat().st_size for path in paths for f in path.iterdir()) / sum(store.num_tokens for store in stores)
             for num_threads in map(int, threads.split(",")):
                 taken = warm(stores, queries, budget, num_threads)

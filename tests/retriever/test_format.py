@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -360,3 +362,39 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
     error = Truncated(Path("/x/seg-0000.tokens"), "file is truncated")
     assert (error.path, error.fault) == (Path("/x/seg-0000.tokens"), "file is truncated")
     assert str(error) == "file is truncated: /x/seg-0000.tokens; rebuild the corpus with `draftloom corpus build`"
+
+
+def test_memory_decides_about_segments() -> None:
+    """More memory, larger segments, up to the largest there are; wider tokens, smaller ones."""
+    assert format.segment_tokens_for(0, 100) == 1
+    assert format.segment_tokens_for(240_000, 60_000) == 10_000
+    assert format.segment_tokens_for(320_000, 151_936) == 10_000
+    assert format.segment_tokens_for(1 << 50, 151_936) == format.SEGMENT_TOKENS
+
+
+_BUILD = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from retriever.format import segment_tokens_for, write_version
+
+vocab_size, memory, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+rng = np.random.default_rng(0)
+documents = (("d", np.minimum(rng.zipf(1.3, 2000), vocab_size - 1)) for _ in range(2500))
+write_version(root, "c", "small", [("d", np.arange(50))], fingerprint="", vocab_size=vocab_size)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+write_version(
+    root, "c", "v", documents, fingerprint="", vocab_size=vocab_size, segment_tokens=segment_tokens_for(memory, vocab_size)
+)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [60_000, 151_936])
+def test_a_build_takes_no_more_memory_than_allowed(tmp_path: Path, vocab_size: int) -> None:
+    """Five million tokens in segments for 64 MB take at most that beyond what the process had, and at least a quarter."""
+    memory = 64 << 20
+    command = [sys.executable, "-c", _BUILD, str(vocab_size), str(memory), str(tmp_path)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert memory / 4 < peak <= memory
