@@ -1,7 +1,7 @@
 """How fast is indexing, and what does it cost? Build, update and size on disk of real source trees, beside the tokenizer alone.
 
     python benchmarks/index.py --sizes 5,20,60
-    python benchmarks/index.py --sizes 20 --memory 400000000 --peer-python /tmp/peers/bin/python
+    python benchmarks/index.py --sizes 20 --memory 700 --peer-python /tmp/peers/bin/python
 
 Trees: Python sources of the packages installed beside this script, copied file by file, the packages in the order of PACKAGES,
 until a tree has the size asked for; a tree that they cannot fill is refused, nothing is made up.
@@ -9,7 +9,7 @@ until a tree has the size asked for; a tree that they cannot fill is refused, no
 For each size:
 
     tokenizer        the same texts, in memory already, through the model's tokenizer in the batches of a build, into arrays
-    build            `draftloom corpus build` as a process of its own: the time it reports, and the wall clock's, start-up included
+    build            `draftloom corpus build` as a process: the time it reports, and the wall clock's, start-up included
     tokenizer ratio  tokens a second of the build over those of the tokenizer alone
     peak memory      the largest resident set of that process
     peer             REST's own writer (`draftretriever`, with `--peer-python`) on the same tokens, which are in memory already
@@ -55,7 +55,7 @@ import numpy as np
 import draftretriever
 tokens = np.load(sys.argv[1])
 began = time.perf_counter()
-writer = draftretriever.Writer(index_file_path=sys.argv[2], vocab_size=int(sys.argv[3]))
+writer = draftretriever.Writer(sys.argv[2], vocab_size=200000)
 writer.add_entry(tokens.tolist())
 writer.finalize()
 print(json.dumps(time.perf_counter() - began))
@@ -74,7 +74,7 @@ class Run:
 def main(
     sizes: Annotated[str, typer.Option(help="Megabytes of source, with commas.")] = "5,20,60",
     model: Annotated[str, typer.Option(help="Whose tokenizer.")] = "qwen2.5-coder-1.5b",
-    memory: Annotated[int | None, typer.Option(help="Most memory of a build in bytes, as `--memory`.")] = None,
+    memory: Annotated[int | None, typer.Option(help="Most memory of a build in MB, as `--memory`.")] = None,
     updates: Annotated[int, typer.Option(help="How often to update; the least time counts.")] = 3,
     peer_python: Annotated[Path | None, typer.Option(help="An interpreter with draftretriever.")] = None,
 ) -> None:
@@ -105,7 +105,7 @@ def main(
                 "tokenizer_share": built.last["tokenizer_seconds"] / built.last["seconds"],
                 "bytes_per_token": on_disk / num_tokens,
                 "peak_memory_bytes": built.peak_memory_bytes,
-                "peer_seconds": peer(peer_python, work, tokens, tokenizer.vocab_size) if peer_python else None,
+                "peer_seconds": peer(peer_python, work, tokens) if peer_python else None,
             }
             if size == wanted[-1]:
                 update = updated(work / "store", tree, built.seconds, updates)
@@ -170,10 +170,10 @@ def alone(tokenizer: Tokenizer, tree: Path) -> tuple[float, int, list[np.ndarray
     return time.perf_counter() - began, sum(map(len, tokens)), tokens
 
 
-def peer(python: Path, work: Path, tokens: Sequence[np.ndarray[Any, Any]], vocab_size: int) -> float:
+def peer(python: Path, work: Path, tokens: Sequence[np.ndarray[Any, Any]]) -> float:
     """Seconds that draftretriever takes to write an index of the tokens."""
     np.save(work / "tokens.npy", np.concatenate(tokens))
-    command = [str(python), "-c", PEER, str(work / "tokens.npy"), str(work / "peer.idx"), str(vocab_size)]
+    command = [str(python), "-c", PEER, str(work / "tokens.npy"), str(work / "peer.idx")]
     return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 
@@ -216,8 +216,8 @@ def show(results: dict[str, dict[str, Any]], update: dict[str, Any]) -> None:
     console.print(table)
     u = update["update"]
     console.print(
-        f"update after a change of {u['added']} files: {min(u['process_seconds']):.2f} s as a process ({u['seconds']:.2f} s of it "
-        f"in the update), {update['update_ratio']:.1%} of the build"
+        f"update after a change of {u['added']} files: {min(u['process_seconds']):.2f} s as a process, "
+        f"{u['seconds']:.2f} s of it in the update, {update['update_ratio']:.1%} of the build"
     )
 
 

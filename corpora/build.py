@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from corpora.ahead import ahead
 from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, created_at, new_version_id
 from corpora.decisions import Decision, Reason
-from corpora.errors import CatalogError, NothingToIndex, StoreNotWritable
+from corpora.errors import CatalogError, InvalidOptions, NothingToIndex, StoreNotWritable
 from corpora.inputs import EncodeChat, Source, open_sources
 from corpora.options import BuildOptions
 from corpora.record import Recorder
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 BATCH_CHARS = 1 << 21
 BATCH_ENTRIES = 4096
+RESTING_BYTES = 450_000_000
+LEAST_SEGMENT_BYTES = 32_000_000
 
 ProgressCallback = Callable[["Progress"], None]
 Encode = Callable[[Sequence[str]], list[NDArray[np.int32]]]
@@ -189,6 +191,21 @@ def report_of(folder: Path, manifest: Manifest, stream: Stream, started: float) 
         seconds=time.monotonic() - started,
         tokenizer_seconds=stream.tokenizer_seconds,
     )
+
+
+def segment_tokens_within(memory: int, vocab_size: int) -> int:
+    """The `segment_tokens` with which a build takes at most `memory` bytes in all. Raises InvalidOptions if that is too little.
+
+    `RESTING_BYTES` of it are taken before the first token: interpreter, libraries, kernels, tokenizer, texts under way.
+    """
+    from retriever.format import segment_tokens_for
+
+    if memory < RESTING_BYTES + LEAST_SEGMENT_BYTES:
+        raise InvalidOptions(
+            f"memory is too little to build with: {memory // 10**6} MB; give at least "
+            f"{-(-(RESTING_BYTES + LEAST_SEGMENT_BYTES) // 10**6)}"
+        )
+    return segment_tokens_for(memory - RESTING_BYTES, vocab_size)
 
 
 def _load_kernels() -> None:

@@ -96,6 +96,10 @@ def build_command(
         list[str] | None, typer.Option("--role", help="Of conversations, take only messages of this role. Repeatable.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Store conversations as the model's chat template writes them.")] = False,
+    memory: Annotated[
+        int | None,
+        typer.Option("--memory", help="Most memory to take, in MB. (default: segments of 64 M tokens)", show_default=False),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be taken and what skipped.")] = False,
     explain: Annotated[
         str | None,
@@ -129,7 +133,7 @@ def build_command(
         elif dry_run:
             _dry_run(name, paths, options, model, as_json)
         else:
-            _build(name, paths, options, model, open_catalog(store), as_json)
+            _build(name, paths, options, model, memory, open_catalog(store), as_json)
 
 
 @corpus_app.command("list")
@@ -173,13 +177,23 @@ def remove_command(
 # what the build command does
 
 
-def _build(name: str, paths: Sequence[str], options: BuildOptions, model: str | None, catalog: Catalog, as_json: bool) -> None:
-    from corpora.build import build
+def _build(
+    name: str,
+    paths: Sequence[str],
+    options: BuildOptions,
+    model: str | None,
+    memory: int | None,
+    catalog: Catalog,
+    as_json: bool,
+) -> None:
+    from corpora.build import build, segment_tokens_within
     from corpora.inputs import open_sources
 
     check_name(name)
     open_sources(paths, replace(options, chat=False))  # before a model is fetched for nothing
     model_name, tokenizer = load_tokenizer(model)
+    if memory is not None:
+        options = replace(options, segment_tokens=segment_tokens_within(memory * 10**6, tokenizer.vocab_size))
     with progress_of(as_json) as say:
         report = build(name, paths, tokenizer, catalog, options=options, model=model_name, progress=say)
     if as_json:

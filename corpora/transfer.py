@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from io import BytesIO
 from pathlib import Path
@@ -212,7 +212,7 @@ def _without_deleted_text(folder: Path) -> Iterator[Path]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _write_tar(out: BinaryIO, about: About, manifest: Manifest, files: dict[str, BinaryIO], on_bytes: OnBytes) -> None:
+def _write_tar(out: BinaryIO, about: About, manifest: Manifest, files: Mapping[str, BinaryIO], on_bytes: OnBytes) -> None:
     done, total = 0, sum(entry.size for entry in manifest.files.values())
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for member, data in ((ABOUT, _dump(about)), (MANIFEST, manifest.dump())):
@@ -293,8 +293,8 @@ def _read_about(path: Path, file: BinaryIO) -> About:
     except (ValueError, TypeError, KeyError):
         raise BadExport(f"file does not say what it is: {path}; export it again") from None
     for field in fields(About):
-        value, kind = getattr(about, field.name), str if field.type == "str" else int
-        if type(value) is not kind or (kind is int and not 0 <= value < 2**63):
+        value = getattr(about, field.name)
+        if not (isinstance(value, str) if field.type == "str" else type(value) is int and 0 <= value < 2**63):
             raise BadExport(f"file does not say what it is: {path} ({field.name} is {value!r}); export it again")
     return about
 

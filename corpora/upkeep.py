@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -305,12 +305,18 @@ def _tokenizer_of(model: str) -> Tokenizer:
 
 
 @contextmanager
-def _copying(as_json: bool, what: str) -> Iterator[Any]:
+def _copying(as_json: bool, what: str) -> Iterator[Callable[[int, int], None]]:
     """Something to tell how many bytes have been copied."""
     from corpora.build import Progress
 
     with progress_of(as_json) as tell:
-        yield tell and (lambda done, total: tell(Progress("write" if what == "writing" else "tokenize", 0, 0, done, total)))
+        stage = "write" if what == "writing" else "tokenize"
+
+        def copied(done: int, total: int) -> None:
+            if tell is not None:
+                tell(Progress(stage, 0, 0, done, total))
+
+        yield copied
 
 
 def _update_json(result: UpdateReport) -> dict[str, Any]:
