@@ -68,6 +68,6 @@ def render(arrays: Mapping[str, NDArray[np.float64]]) -> str:
             for i, row in enumerate(_CONTEXTS):
                 hits, trials = arrays[name][:, i]
                 shrink = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1e-9))
-                cells = [f"{h:.2f}/{t:.1f}" for h, t in zip(hits * shrink, trials * shrink, strict=True)]
+                cells = [f"{h:.2f}/{t:.2f}" for h, t in zip(hits * shrink, trials * shrink, strict=True)]
                 lines.append("\t".join([source, row, *cells]))
     return _HEADER + "\n".join(lines) + "\n"
