@@ -49,7 +49,7 @@ def tree_reach(tokens, parents, ahead):
 
 
 def tokens_per_step(turns, begin):
-    """`begin(number, prompt)` gives (draft(text) -> function of what comes that says how far it reaches, end(answer, new))."""
+    """Mean over all steps. `begin(number, prompt)` gives three functions: reach(text, ahead), accept(tokens), end()."""
     num_tokens = num_steps = 0
     for number, (prompt, answer) in enumerate(turns):
         reach, accept, end = begin(number, prompt)
@@ -117,7 +117,10 @@ def rest(size, reader):
             for span in range(16, 1, -1):
                 if len(text) < span:
                     continue
-                paths = reader.search(text[-span:].tolist(), choices=size)[0]
+                try:
+                    paths = reader.search(text[-span:].tolist(), choices=size)[0]
+                except ValueError:  # its tree has more nodes than it was allowed
+                    return 0
                 if paths:
                     return max(chain_reach(path, ahead) for path in paths)
             return 0
@@ -159,7 +162,7 @@ def main(path, sizes):
         turns = list(zip(split(prompts, data["prompt_lengths"]), split(answers, data["answer_lengths"])))
         with tempfile.TemporaryDirectory() as folder:
             index = str(Path(folder) / "corpus.idx")
-            writer = draftretriever.Writer(index_file_path=index, vocab_size=int(corpus.max()) + 1)
+            writer = draftretriever.Writer(index, vocab_size=int(corpus.max()) + 1)
             writer.add_entry(corpus.tolist())
             writer.finalize()
             reader = draftretriever.Reader(index_file_path=index)
