@@ -107,7 +107,7 @@ def build(
     with alone_with(name, catalog, tenant):
         version = new_version_id()
         opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
-        stream = Stream(Survey(opened, options), tokenizer.encode_batch, progress)
+        stream = Stream(Survey(opened, options, store=catalog.root), tokenizer.encode_batch, progress)
         documents = stream.documents()
         first = next(documents, None)
         if first is None:

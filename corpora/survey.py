@@ -88,10 +88,17 @@ class Survey:
     `total_files` and `total_bytes` are what there is to look into, known once iteration has begun; 0 if a source does not know.
     `num_files` and `num_bytes` are what was looked into so far.
     With `known` (what an earlier survey of the same sources and options found, by entry name), entries whose stamp is the same
-    are not read. Raises SourceNotFound for a source that vanished. Memory: the list of names, and one entry's content.
+    are not read. What lies below `store`, the corpora themselves, is left out. Raises SourceNotFound for a source that
+    vanished. Memory: the list of names, and one entry's content.
     """
 
-    def __init__(self, sources: Sequence[Source], options: BuildOptions, known: Mapping[str, Found] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        options: BuildOptions,
+        known: Mapping[str, Found] | None = None,
+        store: Path | None = None,
+    ) -> None:
         self.total_files = 0
         self.total_bytes = 0
         self.num_files = 0
@@ -99,6 +106,7 @@ class Survey:
         self._sources = sources
         self._options = options
         self._known = known or {}
+        self._store = store and store.resolve()
         self._first: dict[str, str] = {}
         """Digest -> name of the entry that is stored."""
         self._sketches = Sketches() if options.near_duplicates else None
@@ -123,6 +131,8 @@ class Survey:
         decision = entry.decision
         if not decision.taken:
             return Found(decision)
+        if self._store and decision.path.is_relative_to(self._store):
+            return Found(replace(decision, taken=False, reason=Reason.IGNORED, detail="the store of corpora", stamp=""))
         self.num_files += 1
         self.num_bytes += decision.num_bytes
         old = self._known.get(decision.name)

@@ -85,7 +85,8 @@ def update(
 
         if record is not None:
             sources = open_sources(manifest.sources, options, chat_encoder(tokenizer()) if options.chat else None)
-            stream = Stream(Survey(sources, options, record.known), lambda texts: tokenizer().encode_batch(texts), progress)
+            survey = Survey(sources, options, record.known, catalog.root)
+            stream = Stream(survey, lambda texts: tokenizer().encode_batch(texts), progress)
             documents = stream.documents()
             first = next(documents, None)
             earlier = {document for found in record.entries for document in found.names}

@@ -315,6 +315,15 @@ def test_a_killed_build_is_cleaned_up_by_the_next(tree: Path, catalog: Catalog) 
     assert folders(catalog) == sorted(f"code/versions/{v}" for v in (version, new))
 
 
+def test_the_store_is_not_indexed(tree: Path) -> None:
+    """Where it lies in the tree, its files are left out: an index of itself would change with every build."""
+    catalog = Catalog(tree / "store")
+    first = run(tree, catalog)
+    report = run(tree, catalog)
+    assert sorted(documents(catalog)) == ["add.py", "docs/guide.md", "naïve.py"] and report.tokens == first.tokens
+    assert Reason.IGNORED in report.skipped and report.examples[Reason.IGNORED][0].detail == "the store of corpora"
+
+
 def test_memory_sets_the_size_of_segments() -> None:
     """More memory allows larger segments, up to the default; too little is refused, with the least that will do."""
     sizes = [build_module.segment_tokens_within(megabytes * 10**6, 150_000) for megabytes in (500, 1_000, 2_000, 10**6)]

@@ -16,7 +16,6 @@ from corpora import walk
 from corpora.build import build
 from corpora.catalog import Catalog
 from corpora.errors import CorpusError, CorpusNotFound
-from corpora.options import BuildOptions
 from corpora.update import UpdateReport
 from corpora.watch import _Relevant, watch
 from engine.requests import Final
@@ -42,7 +41,7 @@ def tree(tmp_path: Path) -> Path:
 def catalog(tmp_path: Path, tree: Path) -> Catalog:
     """The store lies in the tree that is watched, so that what an update writes must not start another one."""
     catalog = Catalog(tree / "store")
-    build("code", [tree], TOKENIZER, catalog, model="tiny", options=BuildOptions(exclude=("/store/",)))
+    build("code", [tree], TOKENIZER, catalog, model="tiny")
     return catalog
 
 
