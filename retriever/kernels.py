@@ -168,7 +168,8 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                     if i == low or keys[i] >> 32 != keys[i - 1] >> 32:
                         child_low[num_children] = i
                         child_prob[num_children] = 0.0
-                        child_weight[num_children, :] = 0.0
+                        for level in range(num_levels):
+                            child_weight[num_children, level] = 0.0
                         num_children += 1
                     row = keys[i] & 0xFFFFFFFF
                     level = level_of[lengths[row]]
@@ -1000,7 +1001,8 @@ def _copy(text: Bytes, width: int, vocab_size: int, position: int, row: Int32) -
             break
         row[i] = token
         i += 1
-    row[i:] = -1
+    for k in range(i, depth):
+        row[k] = -1
     return i > 0
 
 
