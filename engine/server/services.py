@@ -51,7 +51,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         request = await self._request(message, context)
         response = generation_pb2.GenerateStreamResponse(request_id=request.request_id, model=self._engine.info.model)
         named = False
-        async with aclosing(self._events(request)) as events:
+        async with _Sender(context, self._slow_reader_seconds) as sender, aclosing(self._events(request)) as events:
             async for event in events:
                 if isinstance(event, Final):
                     wire.set_final(response, event)
@@ -61,10 +61,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     response.source_names.extend(event.sources)
                     named = True
                 if len(response.token_ids) >= max(least, 1):
-                    await self._write(response, context)
+                    await sender.send(response)
                     response = generation_pb2.GenerateStreamResponse()
-        _check_ended(response)
-        await self._write(response, context)
+            _check_ended(response)
+            await sender.send(response)
 
     async def _request(
         self, message: generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest, context: Context
@@ -91,15 +91,46 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             log.info("request %s: %s, %.2f s", request.request_id, outcome, time.perf_counter() - began)
 
-    async def _write(self, response: generation_pb2.GenerateStreamResponse, context: Context) -> None:
-        """Send one message; a reader who does not take it in time loses the call, so that its memory is freed."""
+
+class _Sender:
+    """Sends messages one after the other; each is on its way while the next step is made.
+
+    A reader who does not take a message in time loses the call, so that its memory is freed. Leaving the context waits for the
+    last message, also after an error in the body: gRPC can end no call whose message was withdrawn half-way.
+    """
+
+    def __init__(self, context: Context, slow_reader_seconds: float) -> None:
+        self._context = context
+        self._seconds = slow_reader_seconds
+        self._sending: asyncio.Task[None] | None = None
+
+    async def send(self, response: generation_pb2.GenerateStreamResponse) -> None:
+        """Begin to send once the message before is out. Raises SlowReader if that one is not taken."""
+        await self._sent()
+        self._sending = asyncio.create_task(self._write(response))
+        await asyncio.sleep(0)  # it is handed to gRPC before the caller goes on to compute
+
+    async def __aenter__(self) -> _Sender:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            await self._sent()
+        elif self._sending is not None:
+            if isinstance(error, asyncio.CancelledError | GeneratorExit):
+                self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    async def _sent(self) -> None:
+        if self._sending is not None:
+            await self._sending
+
+    async def _write(self, response: generation_pb2.GenerateStreamResponse) -> None:
         try:
-            async with asyncio.timeout(self._slow_reader_seconds):
-                await context.write(response)
+            async with asyncio.timeout(self._seconds):
+                await self._context.write(response)
         except TimeoutError:
-            raise SlowReader(
-                f"the stream was left unread: {self._slow_reader_seconds:g} s; read it, or cancel the call"
-            ) from None
+            raise SlowReader(f"the stream was left unread: {self._seconds:g} s; read it, or cancel the call") from None
 
 
 class ModelService(generation_pb2_grpc.ModelServiceServicer):

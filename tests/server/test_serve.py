@@ -461,3 +461,31 @@ def test_option_names_are_known_to_grpc() -> None:
 
     for name, _ in (*OPTIONS, *REMOTE_OPTIONS, *_CHANNEL_OPTIONS):
         assert name.encode() + b"\x00" in names
+
+
+def test_a_message_is_on_its_way_while_the_next_is_made() -> None:
+    """Sending returns when gRPC has the message, the next waits until it is out, leaving waits for the last."""
+    written: list[Any] = []
+    gate = asyncio.Event()
+
+    class Reader:
+        async def write(self, message: Any) -> None:
+            written.append(message)
+            await gate.wait()
+
+    reader: Any = Reader()
+    one: Any = 1
+    two: Any = 2
+
+    async def run() -> None:
+        async with services._Sender(reader, 5.0) as sender:
+            await sender.send(one)
+            assert written == [1]
+            second = asyncio.create_task(sender.send(two))
+            await asyncio.sleep(0.01)
+            assert written == [1] and not second.done()
+            gate.set()
+            await second
+        assert written == [1, 2]
+
+    asyncio.run(run())
