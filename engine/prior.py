@@ -1,4 +1,6 @@
-"""What calibration begins with before anything was observed: rates and mixing weights learned from public code and prose.
+"""What calibration begins with before anything was observed: rates learned from public code and prose.
+
+Mixing weights are not among them: they depend on which sources there are, and those learned with a corpus are worse without one.
 
 They stand in `prior.tsv`, which people can read and `benchmarks/prior.py` writes. A tenant's own observations soon outweigh them:
 a cell counts for at most MOST_TRIALS.
@@ -23,8 +25,7 @@ _CONTEXTS = ("all", "0", "1", "2", "3", "4", "5-7", "8-11", "12-15", "16+")
 
 _HEADER = """\
 # What calibration begins with; written by `python benchmarks/prior.py`, read by engine/prior.py.
-# bias, slopes, doubts: the weights of mixing, for tokens that one source proposes, two, or more.
-# Other rows: a source, a length of match, and for raw log-odds -7 to 7 how often a node came true / was observed.
+# A row: a source, a length of match, and for raw log-odds -7 to 7 how often a node came true / was observed.
 """
 
 
@@ -41,12 +42,7 @@ def parse(text: str) -> dict[str, NDArray[np.float64]]:
         if not line or line.startswith("#"):
             continue
         source, row, *cells = line.split("\t")
-        if row == "bias":
-            arrays["bias"] = np.array(cells, np.float64)
-        elif row in ("slopes", "doubts"):
-            weights = arrays.setdefault(f"{source}/weights", np.zeros((2, kernels.NUM_SETS)))
-            weights[int(row == "doubts")] = np.array(cells, np.float64)
-        elif row in _CONTEXTS and len(cells) == kernels.NUM_KNOTS:
+        if row in _CONTEXTS and len(cells) == kernels.NUM_KNOTS:
             counts = arrays.setdefault(f"{source}/counts", np.zeros((2, kernels.NUM_CONTEXTS, kernels.NUM_KNOTS)))
             counts[:, _CONTEXTS.index(row)] = np.array([cell.split("/") for cell in cells], np.float64).T
         else:
@@ -55,16 +51,11 @@ def parse(text: str) -> dict[str, NDArray[np.float64]]:
 
 
 def render(arrays: Mapping[str, NDArray[np.float64]]) -> str:
-    """The table of a calibration's arrays, rounded, its cells cut to MOST_TRIALS."""
-    lines = ["\t".join(["*", "bias", *(f"{x:.3f}" for x in arrays["bias"])])]
+    """The table of the counts among a calibration's arrays, rounded, its cells cut to MOST_TRIALS."""
+    lines: list[str] = []
     for name in sorted(arrays):
         source, _, part = name.rpartition("/")
-        if part == "weights":
-            lines += [
-                "\t".join([source, row, *(f"{x:.3f}" for x in weights)])
-                for row, weights in zip(("slopes", "doubts"), arrays[name], strict=True)
-            ]
-        elif part == "counts":
+        if part == "counts":
             for i, row in enumerate(_CONTEXTS):
                 hits, trials = arrays[name][:, i]
                 shrink = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1e-9))
