@@ -120,7 +120,7 @@ def learn(
         key = key_of(-1, nodes[i])
         if not (is_guess and find(keys, key) >= 0):
             taken += put(keys, stamps, rows, key, top_ids[i], _FRESH, stamp)
-        previous = nodes[parents[i]] if parents[i] >= 0 else before
+        previous = nodes[parents[i]] if 0 <= parents[i] < i else before
         if previous >= 0:
             key = key_of(previous, nodes[i])
             if not (is_guess and find(keys, key) >= 0):
@@ -200,13 +200,26 @@ def missed_class(age: int, rank: int) -> int:
 
 
 @_jit
+def _marked(sign: int, source: int) -> bool:
+    """Whether the part of a sign that `source` (see `candidates`) decides is decided: a token counts where it comes first."""
+    if source == 0:
+        return sign // (_RANKS * _MISSED * _COMMON) >= 2
+    if source == 1:
+        return sign // (_MISSED * _COMMON) % _RANKS >= 2
+    if source == 4:
+        return sign % _COMMON != 0
+    return sign // _COMMON % _MISSED != 0
+
+
+@_jit
 def candidates(
     keys: Any, rows: Any, before: int, token: int, depth: int, missed: Any, common: Any, out_tokens: Any, out_signs: Any
 ) -> int:
     """What may follow `before`, `token` at `depth` positions behind the root (0: right after it): their number.
 
     `missed` int32 [2, K]: likely tokens that were not said, at the last position and the one before; `common` int32 [K].
-    Tokens and signs go into out_tokens, out_signs (int32 [4 K]).
+    Tokens and signs go into out_tokens, out_signs (int32 [4 K]). Five sources are asked in turn: the row of both tokens, the
+    row of the last, what was missed now, what was missed before, what is common.
     """
     two = find(keys, key_of(before, token)) if before >= 0 else -1
     one = find(keys, key_of(-1, token))
@@ -245,7 +258,7 @@ def candidates(
                 out_tokens[at] = found
                 out_signs[at] = sign_of(1 if two >= 0 else 0, 1 if one >= 0 else 0, 0, 0)
                 num += 1
-            elif (source == 2 or source == 3) and out_signs[at] // _COMMON % _MISSED != 0:
+            elif _marked(out_signs[at], source):
                 continue
             out_signs[at] += mark
     return num

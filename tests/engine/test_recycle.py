@@ -186,6 +186,26 @@ def test_warmup_leaves_nothing_to_compile() -> None:
     assert [len(kernel.signatures) for kernel in compiled] == before
 
 
+def test_rows_that_name_a_token_twice_do_no_harm() -> None:
+    """No such row is learned; out of a bent file it is read as if the token stood where it comes first."""
+    known = Successors()
+    known.learn(chain_feedback([1, 2], [[3, 4], [5, 6]]), -1, now=60.0)
+    saved = known.arrays()
+    bent, plain = Successors(saved | {"rows": np.full((3, K), 5, np.int32)}), saved["rows"].copy()
+    plain[:], plain[:, 0] = -1, 5
+    context = np.array([1, 2], np.int32)
+    drafts = [RecycleDrafting(context, each).propose(context, 8) for each in (bent, Successors(saved | {"rows": plain}))]
+    assert paths(drafts[0]) == paths(drafts[1])
+
+
+def test_feedback_with_a_stray_parent_is_read_as_if_it_had_none() -> None:
+    """A worker's numbers never lead a kernel outside its arrays."""
+    known = Successors()
+    stray = Feedback(np.array([[3], [4]], np.int32), np.array([1, 2], np.int32), np.array([-1, 1 << 30], np.int32))
+    known.learn(stray, 7, now=60.0)
+    assert as_dict(known, [(7, 2), (-1, 2)]) == {(7, 2): [4], (-1, 2): [4]}
+
+
 # ---- the source
 
 
