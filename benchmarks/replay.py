@@ -106,7 +106,7 @@ SETS: Mapping[str, Recording | Completions] = {
     "sql": Recording("text2sql_bird_3models", 120),
     "pydantic": Completions("pydantic", "code", 50),
     "django": Completions("django", "code", 50),
-    "django-docs": Completions("django", "docs", 50),
+    "django-docs": Completions("django-docs", "docs", 50),
 }
 
 

@@ -165,6 +165,7 @@ def main(path, sizes):
             writer = draftretriever.Writer(index, vocab_size=int(corpus.max()) + 1)
             writer.add_entry(corpus.tolist())
             writer.finalize()
+            del writer  # it writes once more when it goes, so it must go before the folder does
             reader = draftretriever.Reader(index_file_path=index)
             for size in sizes:
                 found[size]["rest"] = tokens_per_step(turns, rest(size, reader))
