@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from _common import AUTO, console, load_target, make_engine, price, run
+from _common import AUTO, console, load_target, make_engine, price
 from complete import make_pair, prompts
 from rich.table import Table
 
@@ -34,7 +35,7 @@ from corpora.build import build
 from corpora.catalog import Catalog
 from engine.acceptance import SamplingParams
 from engine.app import prepare_process
-from engine.requests import GenerationRequest, SpeculationOptions
+from engine.requests import Chunk, GenerationRequest, SpeculationOptions
 from engine.target.attention import Part, Pass
 from engine.target.cache import KVTable
 from engine.target.quantize import Int8DecoderLayer, Int8Linear
@@ -62,7 +63,7 @@ def weight_bytes(network: torch.nn.Module) -> int:
         if isinstance(module, Int8DecoderLayer):
             total += sum(arrays[0].nbytes for arrays in module.matrices)
         elif isinstance(module, Int8Linear):
-            total += module.matrix.packed.weights.nbytes
+            total += module._shared.matrix.packed.weights.nbytes
     return total
 
 
@@ -119,20 +120,37 @@ def passes(target: Any, context: int, quick: bool) -> dict[str, Any]:
     return found
 
 
-async def tokens_per_second(engine: Any, texts: list[str], num: int, tokens: int, speculate: bool) -> tuple[float, list[Any]]:
-    """Of `num` requests at once, from the first one's first token to the last one's last; and the runs."""
+@dataclass
+class Answer:
+    """One request's tokens, and when they came: (seconds, how many)."""
 
-    async def one(text: str) -> Any:
-        options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else ())
-        request = GenerationRequest(
-            tenant="default", prompt=text, max_tokens=tokens, sampling=SamplingParams(), ignore_eos=True, speculation=options
-        )
-        return await run(engine, request)
+    tokens: list[int]
+    times: list[tuple[float, int]]
+    first_ms: float
 
-    start = time.perf_counter()
-    runs = await asyncio.gather(*(one(texts[i % len(texts)]) for i in range(num)))
-    total = time.perf_counter() - start - min(each.first for each in runs)
-    return sum(len(each.tokens) for each in runs) / total, runs
+
+async def answer(engine: Any, text: str, tokens: int, speculate: bool) -> Answer:
+    """One request."""
+    options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else ())
+    request = GenerationRequest(
+        tenant="default", prompt=text, max_tokens=tokens, sampling=SamplingParams(), ignore_eos=True, speculation=options
+    )
+    start, found = time.perf_counter(), Answer([], [], 0.0)
+    async for event in engine.generate(request):
+        if isinstance(event, Chunk):
+            found.tokens.extend(event.tokens)
+            found.times.append((time.perf_counter(), len(event.tokens)))
+    found.first_ms = 1000 * (found.times[0][0] - start)
+    return found
+
+
+def rate(answers: list[Answer]) -> float | None:
+    """Tokens/s of all together, while none is still reading its prompt or already done; None if there is no such time."""
+    begin = max(each.times[0][0] for each in answers)
+    end = min(each.times[-1][0] for each in answers)
+    if end <= begin:
+        return None  # the first was done before the last began: ask for more tokens
+    return sum(count for each in answers for at, count in each.times if begin < at <= end) / (end - begin)
 
 
 async def concurrent(
@@ -146,15 +164,18 @@ async def concurrent(
         build("bench", [indexed], tokenizer, Catalog(store))
         engine = make_engine(model, target, tokenizer, store, nodes=AUTO)
         price(target, AUTO)
+        await answer(engine, texts[0][:200], 8, True)  # compiles what was not yet
         for level in levels:
-            plain, one = await tokens_per_second(engine, texts, level, tokens, False)
-            drafted, other = await tokens_per_second(engine, texts, level, tokens, True)
-            same = sum(a.tokens == b.tokens for a, b in zip(one, other, strict=True))
+            both = [
+                await asyncio.gather(*(answer(engine, text, tokens, speculate) for text in texts[:level]))
+                for speculate in (False, True)
+            ]
+            same = sum(a.tokens == b.tokens for a, b in zip(*both, strict=True))
             found[str(level)] = {
-                "plain": plain,
-                "speculative": drafted,
+                "plain": rate(both[0]),
+                "speculative": rate(both[1]),
                 "identical": f"{same}/{level}",
-                "first_token_ms": 1000 * median(each.first for each in other),
+                "first_token_ms": median(each.first_ms for each in both[1]),
             }
         await engine.close()
     return found
@@ -178,8 +199,8 @@ def peers(wanted: str, texts: list[str], levels: list[int], tokens: int, threads
     return found
 
 
-def report(figures: dict[str, Any]) -> None:
-    """The tables."""
+def report_passes(figures: dict[str, Any]) -> None:
+    """The tables of single passes."""
     table = Table("rows", "ms", "x reading the weights")
     read = figures.get("read_weights_ms")
     for rows, ms in figures["rows_ms"].items():
@@ -190,14 +211,18 @@ def report(figures: dict[str, Any]) -> None:
         table.add_row(str(length), *(f"{ms:.1f}" for ms in by_rows.values()))
     console.print(table)
     console.print(", ".join(f"a prompt of {length}: {ms:.0f} ms" for length, ms in figures["prefill_ms"].items()))
+
+
+def report(figures: dict[str, Any]) -> None:
+    """All tables."""
+    if "rows_ms" in figures:
+        report_passes(figures)
     names = sorted({name for name in figures["peers"]})
     table = Table("requests at once", "plain", "speculative", "identical", *names)
     for level, both in figures["concurrency"].items():
         others = [figures["peers"][name].get(level) for name in names]
-        table.add_row(
-            level, f"{both['plain']:.1f}", f"{both['speculative']:.1f}", both["identical"],
-            *("" if value is None else f"{value:.1f}" for value in others),
-        )  # fmt: skip
+        rates = ["" if value is None else f"{value:.1f}" for value in (both["plain"], both["speculative"], *others)]
+        table.add_row(level, *rates[:2], both["identical"], *rates[2:])
     if figures["concurrency"]:
         console.print(table)
 
@@ -210,6 +235,7 @@ def main(
     levels: Annotated[str, typer.Option(help="how many requests at once")] = "1,4,8,16",
     tokens: Annotated[int, typer.Option(help="new tokens of a request")] = 64,
     peer: Annotated[str, typer.Option(help="comma-separated NAME:PYTHON:MODEL; names in peers.py")] = "",
+    requests_only: Annotated[bool, typer.Option("--requests-only", help="no times of passes")] = False,
     passes_only: Annotated[bool, typer.Option("--passes-only", help="no requests, only times of passes")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="no peers, fewer rounds")] = False,
 ) -> None:
@@ -217,7 +243,8 @@ def main(
     prepare_process()
     tokenizer, target = load_target(model, dtype, threads)
     figures: dict[str, Any] = {"model": model, "dtype": dtype, "concurrency": {}, "peers": {}}
-    figures |= passes(target, context, quick)
+    if not requests_only:
+        figures |= passes(target, context, quick)
     if not passes_only:
         _, _, completions = make_pair("pydantic")
         wanted = [int(level) for level in levels.split(",")]

@@ -166,8 +166,6 @@ class LocalTarget:
                 for at, rows in enumerate(packed)
             ]
         )
-        if not len(verified):
-            verified = np.zeros(1, np.int32)  # nobody asks for a chunk's logits, but the model computes at least one row
         all_tokens = np.concatenate([rows.tokens for rows in packed])
         logits = self._model.forward(all_tokens, everything, verified)
         seconds = time.perf_counter() - start

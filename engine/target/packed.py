@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -85,7 +86,8 @@ class Place:
 def place_of(folder: Path) -> Place:
     """The place for the model in `folder`, as it is now."""
     rests_on = hashlib.sha256(repr((_FORMAT, transformers.__version__, kernels.PANEL)).encode())
-    rests_on.update(Path(quantize.__file__).read_bytes())
+    for code in (Packed, Int8Matrix.of, quantize.packed_shape, quantize.in_turns):
+        rests_on.update(inspect.getsource(code).encode())
     for file in sorted(folder.glob("*.safetensors")):
         state = file.stat()
         rests_on.update(repr((file.name, state.st_size, state.st_mtime_ns)).encode())

@@ -106,7 +106,7 @@ class Int8Matrix:
         """Round and pack float weights [out_i, width]; gate and up have no biases."""
         sizes = [len(weight) for weight in weights]
         if gated:
-            return cls(Packed.of(_in_turns(*weights), None), weights[0].shape[1], sizes, True)
+            return cls(Packed.of(in_turns(*weights), None), weights[0].shape[1], sizes, True)
         bias = None
         if any(part is not None for part in biases):
             bias = torch.cat(
@@ -131,7 +131,7 @@ def packed_shape(sizes: Sequence[int], width: int, gated: bool) -> tuple[int, in
     return panels, -(-width // 4), PANEL, 4
 
 
-def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """[2 x out, width]: half a panel of the gate, the same outputs of up, and so on; zeros where the last are not full."""
     half = PANEL // 2
     padding = (0, 0, 0, -len(gate) % half)
@@ -169,7 +169,7 @@ class Int8Shared:
         """Part `index` of the product with x [..., width]."""
         if self._input is not x or index not in self._left:
             flat = x.reshape(-1, self.matrix.width)
-            result = torch.from_numpy(self.matrix(flat.numpy())).view(*x.shape[:-1], -1)
+            result = torch.from_numpy(self.matrix(flat.numpy())).view(*x.shape[:-1], sum(self.matrix.sizes))
             self._parts = result.split(self.matrix.sizes, dim=-1)
             self._input, self._left = x, set(range(len(self._parts)))
         part = self._parts[index]
