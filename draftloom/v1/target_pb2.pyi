@@ -12,7 +12,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("model", "tokenizer_fingerprint", "vocab_size", "context_length", "eos_token_ids", "dtype", "strict", "max_rows")
+    __slots__ = ("model", "tokenizer_fingerprint", "vocab_size", "context_length", "eos_token_ids", "dtype", "strict", "max_rows", "protocol")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GetInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     STRICT_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer_fingerprint: str
     vocab_size: int
@@ -29,7 +30,8 @@ class GetInfoResponse(_message.Message):
     dtype: str
     strict: bool
     max_rows: int
-    def __init__(self, model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., strict: bool = ..., max_rows: _Optional[int] = ...) -> None: ...
+    protocol: int
+    def __init__(self, model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., strict: bool = ..., max_rows: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("open", "step")
@@ -50,7 +52,7 @@ class DecodeResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[OpenResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., refused: _Optional[_Union[StepRefused, _Mapping]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("tenant", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "feedback_top_k", "feedback_prompt")
+    __slots__ = ("tenant", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "feedback_top_k", "feedback_prompt", "num_emitted")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,7 @@ class OpenRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_TOP_K_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generation_pb2.SamplingParams
@@ -69,7 +72,8 @@ class OpenRequest(_message.Message):
     logprobs: int
     feedback_top_k: int
     feedback_prompt: int
-    def __init__(self, tenant: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., feedback_top_k: _Optional[int] = ..., feedback_prompt: _Optional[int] = ...) -> None: ...
+    num_emitted: int
+    def __init__(self, tenant: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., feedback_top_k: _Optional[int] = ..., feedback_prompt: _Optional[int] = ..., num_emitted: _Optional[int] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("curve", "feedback")

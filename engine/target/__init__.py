@@ -1,7 +1,8 @@
-"""The target: given a tree, what would the model have said? One worker interface, four implementations.
+"""The target: given a tree, what would the model have said? One worker interface, five implementations.
 
     local.py   a transformers model in this process (torch)
     remote.py  the same interface over gRPC, to `server.py` in another process
+    fleet.py   several workers as one, each of which may come and go
     fake.py    a real, hashed language model without weights, for tests and for trying the engine without torch
 
 Importing this module needs numpy only.
@@ -51,6 +52,8 @@ class SequenceRequest:
     3. `feedback_top_k`: how many likeliest next tokens to return for every verified node; 0 none.
     4. `feedback_prompt`: for how many rows at the end of the prompt (its last token, the first root, left out) to return them
        when the sequence is opened. Each costs its part of the product with the output matrix; 0 none.
+    5. `num_emitted` < n: so many tokens at the end of `prompt` are the answer's first, emitted by a worker that was lost. Limits,
+       noise and penalties count them as that worker did, so that the answer goes on as it would have.
     """
 
     prompt: NDArray[np.int32]
@@ -60,6 +63,7 @@ class SequenceRequest:
     num_logprobs: int = -1
     feedback_top_k: int = 0
     feedback_prompt: int = 0
+    num_emitted: int = 0
 
 
 @dataclass(frozen=True)

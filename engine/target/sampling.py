@@ -31,6 +31,8 @@ def check_request(request: SequenceRequest, info: TargetInfo) -> None:
             "answer included: shorten it",
             "prompt",
         )
+    if not 0 <= request.num_emitted < len(request.prompt):
+        raise InvalidRequest(f"must be at least 0 and below the {len(request.prompt)} tokens: {request.num_emitted}", "num_emitted")
     try:
         request.sampling.validate(info.vocab_size)
         request.limits.validate()
@@ -53,14 +55,15 @@ class Sampler:
     def __init__(self, request: SequenceRequest, vocab_size: int, context_length: int | None = None) -> None:
         params = request.sampling
         limits = request.limits
-        room = limits.max_tokens if context_length is None else context_length - len(request.prompt)
+        num_prompt = len(request.prompt) - request.num_emitted
+        room = limits.max_tokens if context_length is None else context_length - num_prompt
         self.limits = Limits(min(limits.max_tokens, room), min(limits.min_tokens, room), limits.stop_ids)
         self.num_emitted = 0
         self._params = params
         self._num_logprobs = request.num_logprobs
-        self._position = len(request.prompt)
+        self._position = num_prompt
         self._penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        self._seen = np.unique(request.prompt) if params.repetition_penalty != 1 else np.zeros(0, np.int32)
+        self._seen = np.unique(request.prompt[:num_prompt]) if params.repetition_penalty != 1 else np.zeros(0, np.int32)
         self._counts: dict[int, int] = {}
         self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
         self._bias = np.array([b for _, b in params.logit_bias], np.float32)
@@ -68,6 +71,7 @@ class Sampler:
         self._seed = np.uint64(params.seed)
         sampled = vocab_size if params.temperature > 0 else 0
         self._scratch = (np.empty(sampled), np.empty(sampled), np.empty(sampled, np.bool_))
+        self.commit(request.prompt[num_prompt:])
 
     def choose(self, logits: NDArray[np.float32], emitted: Sequence[int]) -> int:
         """The target's token after the committed prefix and `emitted` (this step's tokens so far), from raw logits float32 [V].

@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 from draftloom.v1 import generation_pb2, target_pb2
 from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
 from engine.drafters import Feedback
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo
 from engine.tree import CandidateTree, CostCurve
+
+PROTOCOL = 1
+"""The version of target.proto; one more with every change that an older engine or worker would misread."""
 
 FINISHES = {
     "": generation_pb2.FINISH_REASON_UNSPECIFIED,
@@ -79,10 +82,17 @@ def info_to_wire(info: TargetInfo) -> target_pb2.GetInfoResponse:
         dtype=info.dtype,
         strict=info.strict,
         max_rows=info.max_rows,
+        protocol=PROTOCOL,
     )
 
 
 def info_from_wire(message: target_pb2.GetInfoResponse) -> TargetInfo:
+    """Raises ConfigError for a worker of another protocol."""
+    if message.protocol != PROTOCOL:
+        raise ConfigError(
+            f"the worker speaks another version of the protocol: {message.protocol}, and this engine {PROTOCOL}; "
+            "install the same version of draftloom on both"
+        )
     return TargetInfo(
         model=message.model,
         fingerprint=message.tokenizer_fingerprint,
@@ -109,6 +119,7 @@ def open_to_wire(request: SequenceRequest) -> target_pb2.OpenRequest:
         logprobs=None if request.num_logprobs < 0 else request.num_logprobs,
         feedback_top_k=request.feedback_top_k,
         feedback_prompt=request.feedback_prompt,
+        num_emitted=request.num_emitted,
     )
 
 
@@ -122,6 +133,7 @@ def open_from_wire(message: target_pb2.OpenRequest) -> SequenceRequest:
         num_logprobs=message.logprobs if message.HasField("logprobs") else -1,
         feedback_top_k=message.feedback_top_k,
         feedback_prompt=message.feedback_prompt,
+        num_emitted=message.num_emitted,
     )
 
 
