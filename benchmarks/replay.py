@@ -4,10 +4,12 @@
     python benchmarks/replay.py --sets chat,sql --budgets 16 --limit 40
     python benchmarks/replay.py --peers /tmp/peers-draft/bin/python     # beside other people's code
 
-Every set is a row of requests whose answers are known: recorded answers of models (the evaluation data's traces) and what a newer
+Every set is a row of requests whose answers are known: recorded answers of models (the evaluation data's traces) and what a
+newer
 release of a package adds to an older one, which is the corpus there. The requests are served in order by the real sources,
 calibration and merge; a target that says what was recorded takes the place of the model, so a step costs microseconds, and the
-figure that is left is tokens per step. A tree always has as many nodes as the budget allows. What one answer taught (calibration,
+figure that is left is tokens per step. A tree always has as many nodes as the budget allows. What one answer taught
+(calibration,
 credit, history) is there for the next one of its set, and nothing crosses from set to set or from budget to budget.
 
 Rows: `all` sources together; each source alone; peers by their own code with the same budget of nodes on the same tokens
@@ -15,8 +17,8 @@ Rows: `all` sources together; each source alone; peers by their own code with th
 takes that one's draft. Calibration is judged on every node whose parent was accepted: the error over 15 bins of equal mass
 (expected calibration error) and the log-loss, `log_loss_raw` being that of the same nodes pooled as the sources had them.
 
-Records are sampled by a hash of what they are about, in the file's order; `--limit` says how many a set. Two runs print the same,
-but for the microseconds.
+Records are sampled by a hash of what they are about, in the file's order; `--limit` says how many a set. Two runs print the
+same, but for the microseconds.
 """
 
 from __future__ import annotations
@@ -124,7 +126,8 @@ def data_folder() -> Path:
 def sample(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """About `limit` records, those whose subject has the smallest hash, in the order of the file.
 
-    Records about the same thing (one question put to several models: ids that differ after the last slash or colon) come together.
+    Records about the same thing (one question put to several models: ids that differ after the last slash or colon) come
+    together.
     """
 
     def place(record: dict[str, Any]) -> str:
@@ -265,7 +268,8 @@ def judge(tree: CandidateTree, drafts: Sequence[Draft | None], emitted: Tokens, 
 def _judge(
     tree_tokens: Any, tree_parents: Any, tree_probs: Any, tokens: Any, parents: Any, probs: Any, ends: Any, emitted: Any
 ) -> Any:
-    """float64 [n, 3]: (probability given the parent, the mean of the raw ones of all sources that say anything there, outcome)."""
+    """float64 [n, 3]: (probability given the parent, the mean of the raw ones of all sources that say anything there,
+    outcome)."""
     judged = np.empty((len(tree_tokens) - 1, 3))
     count = 0
     cursors = np.full(len(ends), -1, np.int64)  # where the accepted path is in every draft; -2: it does not hold it
@@ -411,7 +415,19 @@ def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
     """Print the table of one set."""
     first = next(iter(rows.values()))
     table = Table(title=f"{name}: {first['num_tokens']} tokens", title_justify="left")
-    columns = ["budget", "all", *first["sources"], *first["peers"], "oracle", "error", "log-loss", "raw", "unique", "p50", "p99"]
+    columns = [
+        "budget",
+        "all",
+        *first["sources"],
+        *first["peers"],
+        "oracle",
+        "error",
+        "log-loss",
+        "raw",
+        "unique",
+        "p50",
+        "p99",
+    ]
     for column in columns:
         table.add_column(column, justify="right")
     for budget, row in rows.items():

@@ -4,13 +4,15 @@
 
 `replay.py --peers` calls it. What is not installed there is left out. Rows:
 
-    lookup          transformers' prompt lookup with its defaults: n-grams of up to 2 tokens, 10 drafted (no more than the budget)
-    lookup_best     the same with n-grams of up to 3 tokens and as many drafted as the budget has
-    suffix          arctic-inference's suffix decoding as vLLM calls it: chains, from the request's own tree or that of all answers
+    lookup          transformers' prompt lookup with its defaults: n-grams of up to 2 tokens, 10 drafted (no more than the
+    budget) lookup_best     the same with n-grams of up to 3 tokens and as many drafted as the budget has
+    suffix          arctic-inference's suffix decoding as vLLM calls it: chains, from the request's own tree or that of all
+    answers
                     before, depth 24, 1.0 tokens drafted for a token matched, nothing below .1
     suffix_tree     the same with its tree mode
     suffix_best     its tree mode with depth 64, 4.0 tokens for a token matched, and nothing too unlikely
-    rest            draftretriever over the corpus, as REST calls it: spans of 16 down to 2 tokens, at most 5,000 places, the budget
+    rest            draftretriever over the corpus, as REST calls it: spans of 16 down to 2 tokens, at most 5,000 places, the
+    budget
                     as the size of its draft buffer, 10 tokens deep
 
 A peer is given the request's text up to the last token and answers with a draft; all that agrees with what was recorded is
@@ -40,7 +42,7 @@ def chain_reach(draft, ahead):
 def tree_reach(tokens, parents, ahead):
     """The same for a tree: parents[i] < i, -1 the root."""
     depth, best = {-1: 0}, 0
-    for i, (token, parent) in enumerate(zip(tokens, parents)):
+    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         at = depth.get(parent)
         if at is not None and at < len(ahead) and ahead[at] == token:
             depth[i] = at + 1
@@ -145,7 +147,9 @@ def split(flat, lengths):
 
 def main(path, sizes):
     data = np.load(path)
-    turns = list(zip(split(data["prompts"], data["prompt_lengths"]), split(data["answers"], data["answer_lengths"])))
+    turns = list(
+        zip(split(data["prompts"], data["prompt_lengths"]), split(data["answers"], data["answer_lengths"]), strict=True)
+    )
     rows = {}
     if importlib.util.find_spec("transformers"):
         rows["lookup"] = lambda size: lookup(size, 2, 10)
@@ -159,7 +163,7 @@ def main(path, sizes):
         import draftretriever
 
         corpus, prompts, answers = renumbered(data["corpus"], data["prompts"], data["answers"])
-        turns = list(zip(split(prompts, data["prompt_lengths"]), split(answers, data["answer_lengths"])))
+        turns = list(zip(split(prompts, data["prompt_lengths"]), split(answers, data["answer_lengths"]), strict=True))
         with tempfile.TemporaryDirectory() as folder:
             index = str(Path(folder) / "corpus.idx")
             writer = draftretriever.Writer(index, vocab_size=int(corpus.max()) + 1)

@@ -36,8 +36,8 @@ class Calibration:
 
     1. A source is a label, `prompt` or `corpus:mycode`: a corpus that fits and one that does not are told apart.
     2. `hits` and `trials`, float64 [sources, kernels.NUM_CONTEXTS, kernels.NUM_KNOTS], are Beta counts with forgetting around
-       log-odds -7 to 7 of the raw estimate, between which `log_odds` interpolates; a finer context starts from the coarser one's
-       rate, the coarsest from the estimate itself. So an unseen source's estimates are left as they are.
+       log-odds -7 to 7 of the raw estimate, between which `log_odds` interpolates; a finer context starts from the coarser
+       one's rate, the coarsest from the estimate itself. So an unseen source's estimates are left as they are.
     3. `mixture` is one row a source, and a bias that all share.
 
     What was learned of one model and tenant is kept as `arrays()` and read by `of`; what is not there is taken from `prior`, by
@@ -81,7 +81,8 @@ class Calibration:
         return np.array([self._place(label) for label in labels], np.int64)
 
     def log_odds(self, drafts: Drafts, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """(float64 [n] calibrated log-odds, within -7 and 7; int32 [n] depths) of all nodes. O(n), some 50 nanoseconds a node."""
+        """(float64 [n] calibrated log-odds, within -7 and 7; int32 [n] depths) of all nodes. O(n), some 50 nanoseconds a
+        node."""
         odds, depths = kernels.calibrate(
             drafts.parents, drafts.probs, drafts.lengths, drafts.counts, drafts.ends, rows, self.hits, self.trials, _STRENGTH
         )

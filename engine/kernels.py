@@ -85,8 +85,8 @@ def outcomes(tokens: Any, parents: Any, ends: Any, emitted: Any, out: Any, reach
     """What became of drafts laid end to end, verified or not, once `emitted` (int32 [m]) is known.
 
     out[i] (int8 [n]) becomes 1 if the path to node i is a prefix of what was emitted, 0 if its parent's is but its own is not,
-    and -1 where the parent's path was not taken or nothing was emitted at that depth. reached[s] (int64) becomes how many tokens
-    of `emitted` stand in draft s from its root on: the source's credit. O(n).
+    and -1 where the parent's path was not taken or nothing was emitted at that depth. reached[s] (int64) becomes how many
+    tokens of `emitted` stand in draft s from its root on: the source's credit. O(n).
     """
     depth = np.empty(len(tokens), np.int32)
     start = 0
@@ -177,7 +177,8 @@ def calibrate(
 ) -> Any:
     """float64 [n]: the log-odds of every node of drafts laid end to end, as observed; and int32 [n], the depths.
 
-    `rows[s]` is the place of draft s's source in hits and trials (float64 [sources, NUM_CONTEXTS, NUM_KNOTS]). At each of the two
+    `rows[s]` is the place of draft s's source in hits and trials (float64 [sources, NUM_CONTEXTS, NUM_KNOTS]). At each of the
+    two
     knots around the raw estimate, from the coarsest context to the finest, the rate is the mean of a Beta posterior whose prior
     is the rate one level up, worth `strength` observations; above all stands the knot itself. O(n).
     """
@@ -385,7 +386,8 @@ def learn(
     emitted: Any,
     rate: float,
 ) -> None:
-    """Adjust the mixing weights to what was emitted: one step of gradient descent on log-loss for every token proposed along it.
+    """Adjust the mixing weights to what was emitted: one step of gradient descent on log-loss for every token proposed along
+    it.
 
     Every proposal at a node whose path was emitted is judged, verified or not. O(n x drafts).
     """

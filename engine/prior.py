@@ -1,9 +1,10 @@
 """What calibration begins with before anything was observed: rates learned from public code and prose.
 
-Mixing weights are not among them: they depend on which sources there are, and those learned with a corpus are worse without one.
+Mixing weights are not among them: they depend on which sources there are, and those learned with a corpus are worse without
+one.
 
-They stand in `prior.tsv`, which people can read and `benchmarks/prior.py` writes. A tenant's own observations soon outweigh them:
-a cell counts for at most MOST_TRIALS.
+They stand in `prior.tsv`, which people can read and `benchmarks/prior.py` writes. A tenant's own observations soon outweigh
+them: a cell counts for at most MOST_TRIALS.
 """
 
 from __future__ import annotations

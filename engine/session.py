@@ -47,8 +47,8 @@ class Tally:
     """Counts of one session. `proposed` and `accepted` are per source; `unique` counts accepted nodes that only one source had.
 
     `expected` is the sum of the path probabilities of the verified candidates: what the estimates promised would be accepted.
-    `judged`, float64 [3, kernels.NUM_KNOTS], sums what was promised for candidates whose parent was emitted, what came true, and
-    their number, by probability; `log_loss` is their sum of negative log-likelihoods, in nats.
+    `judged`, float64 [3, kernels.NUM_KNOTS], sums what was promised for candidates whose parent was emitted, what came true,
+    and their number, by probability; `log_loss` is their sum of negative log-likelihoods, in nats.
     """
 
     num_steps: int = 0
@@ -68,7 +68,7 @@ class Tally:
 
     @property
     def calibration_error(self) -> float:
-        """How far, on average over the judged candidates, the promised rate of their class lies from the observed one; 0: none."""
+        """How far, on average over the judged candidates, promised and observed rate of their class lie apart; 0: none."""
         return float(np.abs(self.judged[0] - self.judged[1]).sum() / max(self.judged[2].sum(), 1.0))
 
 
@@ -163,7 +163,8 @@ class Session:
         self._count(tree, result)
         reached = self._calibration.learn(self._drafts, self._rows, self._odds, self._depths, emitted)
         self._credit.reward(reached, self._heard)
-        self.reached = tuple(count if heard else None for count, heard in zip(reached.tolist(), self._heard.tolist(), strict=True))
+        heard = self._heard.tolist()
+        self.reached = tuple(count if awake else None for count, awake in zip(reached.tolist(), heard, strict=True))
         self.finish = result.finish
         self._step = Step(emitted, masks, result.finish)
         return self._step

@@ -311,7 +311,7 @@ class Mixture:
                         + sum over those that propose others only of        doubts[s] x log(what they leave for this one)
 
     1. A token that one source proposes, two, or more has weights of its own: `slopes` and `doubts` are float64
-       [sources, kernels.NUM_SETS], `bias` float64 [kernels.NUM_SETS]. Column 0 with slope 1, bias 0 lets a source alone keep its
+       [sources, kernels.NUM_SETS], `bias` float64 [kernels.NUM_SETS]. Column 0 with slope 1, bias 0 leaves a source alone its
        estimate.
     2. A source that has nothing to say at a node has no part in it.
     3. Siblings that would come to more than 1 are scaled to 1.

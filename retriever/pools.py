@@ -27,7 +27,8 @@ class TextPool:
     weighing by recency gained on SQL and lost on code).
 
     `max_length` tokens of context are compared at most, `probes` occurrences an order looked at, `depth` tokens of each
-    drafted. The last `recent` tokens, and what followed them, are offered below all matches, as matches of length 0. Memory: 36 bytes a token, doubled for room to grow.
+    drafted. The last `recent` tokens, and what followed them, are offered below all matches, as matches of length 0. Memory:
+    36 bytes a token, doubled for room to grow.
     """
 
     def __init__(

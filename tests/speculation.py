@@ -168,7 +168,9 @@ def request_of(
 # ---- sources
 
 
-def merged(drafts: Sequence[Draft], budget: int, mixture: Mixture | None = None, root: int = 0, position: int = 0) -> CandidateTree:
+def merged(
+    drafts: Sequence[Draft], budget: int, mixture: Mixture | None = None, root: int = 0, position: int = 0
+) -> CandidateTree:
     """The drafts' own estimates merged: draft s has row s of the mixture, by default what a session begins with."""
     together = Drafts.of(drafts)
     odds = np.array([kernels.log_odds(prob) for prob in together.probs], np.float64)

@@ -31,7 +31,8 @@ _PROBE = 16
 """A source that does not pay for its time is asked on every so-manieth step."""
 
 _SURPLUS = 2
-"""Nodes a source is asked for, for each that the tree takes: the merge has more to choose from (0.5 to 2 % more tokens a step)."""
+"""Nodes a source is asked for, for each that the tree takes: the merge has more to choose from (0.5 to 2 % more tokens a
+step)."""
 
 _REST = 16
 """Steps for which it is left alone."""
@@ -49,8 +50,8 @@ class Record:
 class Panel:
     """The sources of one request, in the order of `labels`.
 
-    `budget` is the most nodes of a tree; every source is asked for twice as many. `deadline` is in seconds for each step. Use as
-    a context manager, or call `close`.
+    `budget` is the most nodes of a tree; every source is asked for twice as many. `deadline` is in seconds for each step. Use
+    as a context manager, or call `close`.
     """
 
     def __init__(

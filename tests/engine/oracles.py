@@ -178,9 +178,7 @@ Context = tuple[int, ...]
 
 def contexts(length: int, count: int, depth: int) -> list[Context]:
     """The classes of a node from the coarsest to the finest: of each number the first class whose upper end is not passed."""
-    classes = [
-        sum(number > end for end in ends) for number, ends in ((length, _LENGTHS), (count, _COUNTS), (depth, _DEPTHS))
-    ]
+    classes = [sum(number > end for end in ends) for number, ends in ((length, _LENGTHS), (count, _COUNTS), (depth, _DEPTHS))]
     return [tuple(classes[:level]) for level in range(4)]
 
 

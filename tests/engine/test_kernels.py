@@ -296,7 +296,8 @@ def test_mixing_learns_down_the_gradient_of_log_loss(seed: int, emitted: list[in
     """One step on the weights is `rate` against the log-loss's slope in each of them, measured by moving it a little."""
     rng = np.random.default_rng(seed)
     drafts = [random_draft(rng, 4, 3) for _ in range(2)]
-    first = [Draft(*(getattr(d, f)[d.parents < 0] for f in ("tokens", "parents", "probs", "lengths", "counts"))) for d in drafts]
+    columns = ("tokens", "parents", "probs", "lengths", "counts")
+    first = [Draft(*(getattr(draft, column)[draft.parents < 0] for column in columns)) for draft in drafts]
     together = Drafts.of(first)
     odds = np.array([kernels.log_odds(prob) for prob in together.probs])
     rows, said = np.array([0, 1]), np.array(emitted[:1], np.int32)

@@ -75,9 +75,7 @@ def datastore_rows(
     return list(taken.values())
 
 
-def pool_rows(
-    documents: Sequence[Document], context: Sequence[int], max_length: int, depth: int, recent: int = 0
-) -> list[Row]:
+def pool_rows(documents: Sequence[Document], context: Sequence[int], max_length: int, depth: int, recent: int = 0) -> list[Row]:
     """The occurrences `TextPool.lookup` blends when it has probes enough. The last document is the one that grows."""
     rows = []
     for d, text in enumerate(documents):
