@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from engine.target import kernels, threads
 from engine.target.cache import KVStorage, KVTable
 
 KEY = "draftloom_tree"
+
+_NO_SINKS = np.zeros(0, np.float32)
 
 _TILE_ROWS = 4
 """Rows of one sequence that a thread takes at a time."""
@@ -38,6 +40,19 @@ class Part:
 
     table: KVTable
     parents: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the scores of one layer: score = query . key x `scale`, bounded to softcap x tanh(score / softcap) if
+    `softcap` > 0, over the last `window` positions only if that is > 0; `sinks` [heads] joins a score without a value to each
+    head's softmax.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 class Pass:
@@ -61,6 +76,18 @@ class Pass:
         offsets = np.cumsum([0, *(len(part.table.blocks) for part in parts)])
         self.tables = np.concatenate([part.table.blocks for part in parts]).astype(np.int32)
         self.sequences = np.array([(self.firsts[i], part.table.length, offsets[i]) for i, part in enumerate(parts)], np.int32)
+
+    def mix(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """See `Mixes`. Raises ModelError for heads wider than the storage has room for."""
+        dim, width = self.storage.head_dim, value.shape[-1]
+        if max(key.shape[-1], width) > dim:
+            raise ModelError(f"layer {layer} has heads wider than the config says ({dim}): {key.shape[-1]} and {width}")
+        self.store(layer, _array(key, dim), _array(value, dim))
+        sinks = _NO_SINKS if scores.sinks is None else scores.sinks.float().numpy()
+        mixed = self.attend(layer, _array(query, dim), scores.window, scores.scale, scores.softcap, sinks)
+        return torch.from_numpy(np.ascontiguousarray(mixed[..., :width]))[None].to(query.dtype)
 
     def store(self, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         """Put the rows' own keys and values ([kv heads, rows, head dim]) behind each sequence's prefix."""
@@ -88,13 +115,25 @@ class Pass:
         )  # fmt: skip
         return out
 
-    def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:
-        """float32 [rows, heads, head dim], for query [heads, rows, head dim]."""
+    def attend(
+        self,
+        layer: int,
+        query: NDArray[np.float32],
+        window: int,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: NDArray[np.float32] = _NO_SINKS,
+    ) -> NDArray[np.float32]:
+        """float32 [rows, heads, head dim], for query [heads, rows, head dim].
+
+        `softcap` > 0 bounds scores to softcap * tanh(score / softcap); `sinks` [heads] adds a score without a value to each
+        head's softmax.
+        """
         heads, rows, dim = query.shape
         out = np.empty((rows, heads, dim), np.float32)
         kernels.attend_all(
             threads.team(), self.items, query, self.storage.keys[layer], self.storage.values[layer], self.tables,
-            self.sequences, self.starts, self.ancestors, window, np.array([scale], np.float32), out,
+            self.sequences, self.starts, self.ancestors, window, np.array([scale], np.float32), np.array([softcap], np.float32), sinks, out,
         )  # fmt: skip
         return out
 
@@ -111,16 +150,28 @@ def _ancestors(parents: NDArray[np.int32]) -> list[NDArray[np.int32]]:
     return lists
 
 
-_current: ContextVar[Pass] = ContextVar("draftloom_pass")
+class Mixes(Protocol):
+    """What a pass is to a layer's attention."""
+
+    def mix(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """[1, rows, heads, value width], shapes as in `tree_attention`; keys and values are kept for later passes."""
+        ...
+
+
+_current: ContextVar[Mixes] = ContextVar("draftloom_pass")
 
 
 def current() -> Pass:
-    """The pass that is running."""
-    return _current.get()
+    """The pass that is running, one for the CPU's kernels."""
+    rows = _current.get()
+    assert isinstance(rows, Pass), "layers of kernels run in passes of kernels"
+    return rows
 
 
 @contextmanager
-def running(rows: Pass) -> Iterator[None]:
+def running(rows: Mixes) -> Iterator[None]:
     """Make `rows` the pass that attention layers belong to."""
     token = _current.set(rows)
     try:
@@ -129,8 +180,7 @@ def running(rows: Pass) -> Iterator[None]:
         _current.reset(token)
 
 
-_SUPPORTED = {
-    "sliding_window",
+_IDLE = {
     "position_ids",
     "use_cache",
     "logits_to_keep",
@@ -139,6 +189,7 @@ _SUPPORTED = {
     "output_router_logits",
     "cache",
 }
+"""What models hand on to their attention that has no bearing on it."""
 
 
 def tree_attention(
@@ -149,24 +200,29 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of one layer over a pass. query [1, heads, rows, head dim]; key and value [1, kv heads, rows, head dim].
+    """The attention of one layer over a pass. query [1, heads, rows, width]; key [1, kv heads, rows, width], value of any width.
 
-    Raises ModelError for what this kernel does not do (soft caps, sinks, keys and values of unlike width), naming it.
+    Soft caps, sliding windows, sinks (`s_aux` [heads]) and keys and values of unlike width are honoured. Raises ModelError for
+    whatever else a model asks of its attention (a mask of its own, dropout, a bias), naming it: nothing is ignored.
     """
-    unknown = [name for name, setting in kwargs.items() if setting is not None and name not in _SUPPORTED]
-    if unknown or key.shape != value.shape or query.shape[0] != 1:
+    asked = dict(kwargs, dropout=dropout or None, attention_mask=attention_mask, is_causal=False if is_causal is False else None)
+    unknown = [name for name, setting in asked.items() if setting is not None and name not in _IDLE]
+    if unknown or key.shape[:-1] != value.shape[:-1] or query.shape[0] != 1:
         what = ", ".join(unknown) or f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
         raise ModelError(f"{type(module).__name__} uses attention that this worker does not do: {what}")
-    rows = current()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    dim = rows.storage.head_dim
-    rows.store(layer, _array(key, dim), _array(value, dim))
-    window = kwargs.get("sliding_window") or 0
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mixed = rows.attend(layer, _array(query, dim), window, scale)[..., : query.shape[-1]]
-    return torch.from_numpy(np.ascontiguousarray(mixed))[None].to(query.dtype), None
+    sinks = None if s_aux is None else s_aux.detach().reshape(-1)
+    if sinks is not None and len(sinks) != query.shape[1]:
+        raise ModelError(f"layer {layer} has {query.shape[1]} heads, but {len(sinks)} sinks")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scores = Scores(scale, int(sliding_window or 0), float(softcap or 0.0), sinks)
+    return _current.get().mix(layer, query, key, value, scores), None
 
 
 def _array(x: torch.Tensor, dim: int) -> NDArray[np.float32]:

@@ -88,9 +88,11 @@ class _WatchedPass(Pass):
         self.windows[layer] = window
         return super().decoder_layer(layer, x, window, *rest)
 
-    def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float) -> NDArray[np.float32]:
+    def attend(
+        self, layer: int, query: NDArray[np.float32], window: int, scale: float, *rest: Any
+    ) -> NDArray[np.float32]:
         self.windows[layer] = window
-        return super().attend(layer, query, window, scale)
+        return super().attend(layer, query, window, scale, *rest)
 
 
 def _window(config: PretrainedConfig, layer: int) -> int:

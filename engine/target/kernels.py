@@ -36,6 +36,7 @@ _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _ROUND = np.float32(12582912.0)  # 1.5 x 2^23: adding and subtracting it rounds to an integer
 _ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
 _HALF = np.float32(0.5)
 
 _jit = njit(nogil=True, cache=True, error_model="numpy")
@@ -488,8 +489,14 @@ def _multiply_add(a: Any, b: Any, c: Any) -> None:
 
 
 @_jit
-def _softmax(raw: Any, length: int, ancestors: Any, low: int, scale: Any, scratch: Any, weight: Any) -> Any:
-    """weight [length + depth] = e^(score - max) of the logical sequence prefix + ancestors, 0 before `low`; returns the sum."""
+def _softmax(
+    raw: Any, length: int, ancestors: Any, low: int, scale: Any, softcap: Any, sink: Any, scratch: Any, weight: Any
+) -> Any:
+    """weight [length + depth] = e^(score - max) of the logical sequence prefix + ancestors, 0 before `low`; returns the sum.
+
+    Scores are bent to softcap * tanh(score / softcap) where `softcap` > 0. `sink` is a further score that has no value, -inf
+    for none: it counts in the maximum and the sum alone.
+    """
     prefix, logits = weight[:length], raw[:length]
     for s in range(len(prefix)):
         prefix[s] = logits[s] * scale
@@ -497,13 +504,25 @@ def _softmax(raw: Any, length: int, ancestors: Any, low: int, scale: Any, scratc
     for t in range(len(tail)):
         tail[t] = raw[length + ancestors[t]] * scale
     everything = weight[: length + len(ancestors)]
-    top = _highest(everything[low:])
     shifted = scratch[: len(everything)]
+    if softcap > np.float32(0.0):
+        for s in range(len(shifted)):
+            shifted[s] = _TWO * everything[s] / softcap
+        exp_rows(shifted, everything)
+        for s in range(len(shifted)):
+            everything[s] = softcap * (_ONE - _TWO / (everything[s] + _ONE))
+    top = max(_highest(everything[low:]), sink)
     for s in range(len(shifted)):
         shifted[s] = everything[s] - top
     exp_rows(shifted, everything)
     everything[:low] = np.float32(0.0)
-    return _sum(everything)
+    total = _sum(everything)
+    if sink > np.float32(-np.inf):
+        one = np.empty((2, 1), np.float32)
+        one[0, 0] = sink - top
+        exp_rows(one[0], one[1])
+        total += one[1, 0]
+    return total
 
 
 @_jit
@@ -521,6 +540,8 @@ def attend(
     kv: int,
     window: int,
     scale: Any,
+    softcap: Any,
+    sinks: Any,
     out: Any,
 ) -> None:
     """Attention of the rows [begin, end) of one sequence's tree, for one kv head, over the prefix and their own ancestors.
@@ -528,7 +549,8 @@ def attend(
     query [heads, n, head dim]; out [n, heads, head dim]. The keys of the prefix are in slots [0, length) of the sequence, those
     of the tree's row i in slot length + i; row i of the tree is row offset + i of the pass. It sees the prefix and the tree
     rows ancestors[starts[offset + i]:starts[offset + i + 1]] (int32, in order of depth, itself last); with `window` > 0 only
-    the last `window` positions of these.
+    the last `window` positions of these. `softcap` > 0 bounds scores; `sinks` [heads], or none, is a score for each head that
+    no value goes with (`_softmax`).
 
     Scores are summed over the head dimension in order, softmax by position modulo 16, values in order of position: the logical
     sequence prefix + ancestors is all that counts, not where the slots are. O(rows x slots x group x head dim).
@@ -555,7 +577,8 @@ def attend(
         i = offset + begin + r // group
         mine = ancestors[starts[i] : starts[i + 1]]
         low = max(0, length + len(mine) - window) if window > 0 else 0
-        total[r] = _softmax(raw[r], length, mine, low, scale, scratch, weight[r])
+        sink = sinks[kv * group + r % group] if len(sinks) else np.float32(-np.inf)
+        total[r] = _softmax(raw[r], length, mine, low, scale, softcap, sink, scratch, weight[r])
     mixed = np.zeros((num, dim), np.float32)
     for b in range((length + BLOCK - 1) // BLOCK):
         inside = min(BLOCK, length - b * BLOCK)
@@ -592,6 +615,8 @@ def attend_item(
     ancestors: Any,
     window: int,
     scale: Any,
+    softcap: Any,
+    sinks: Any,
     out: Any,
 ) -> None:
     """One piece of a pass's attention, for one thread.
@@ -601,7 +626,9 @@ def attend_item(
     """
     which, kv, begin, end = items[item]
     offset, length, at = sequences[which]
-    attend(query, keys, values, tables[at:], length, begin, end, offset, starts, ancestors, kv, window, scale, out)
+    attend(
+        query, keys, values, tables[at:], length, begin, end, offset, starts, ancestors, kv, window, scale, softcap, sinks, out
+    )
 
 
 @intrinsic
@@ -626,7 +653,7 @@ def _take(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-_ATTEND_FIELDS = 21
+_ATTEND_FIELDS = 24
 
 
 @cfunc(types.void(types.voidptr), cache=True, nopython=True)
@@ -648,11 +675,13 @@ def attend_entry(data: Any) -> None:
     starts = carray(_pointer(a[9]), (rows + 1,), np.int32)
     ancestors = carray(_pointer(a[10]), (a[18],), np.int32)
     scale = carray(_pointer(a[19]), (1,), np.float32)[0]
+    softcap = carray(_pointer(a[21]), (1,), np.float32)[0]
+    sinks = carray(_pointer(a[22]), (a[23],), np.float32)
     while True:
         item = _take(counter)
         if item >= a[1]:
             break
-        attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[20], scale, out)
+        attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[20], scale, softcap, sinks, out)
 
 
 _PRODUCT_FIELDS = 16
@@ -781,9 +810,11 @@ def attend_all(
     ancestors: Any,
     window: int,
     scale: Any,
+    softcap: Any,
+    sinks: Any,
     out: Any,
 ) -> None:
-    """`attend_item` for all items, on all threads; scale [1], out [n, heads, dim]."""
+    """`attend_item` for all items, on all threads; scale and softcap [1], sinks [heads] or none, out [n, heads, dim]."""
     heads, rows, dim = query.shape
     args = np.zeros(_ATTEND_FIELDS, np.int64)
     args[1], args[2], args[3] = len(items), query.ctypes.data, keys.ctypes.data
@@ -792,6 +823,7 @@ def attend_all(
     args[11], args[12], args[13], args[14], args[15] = heads, rows, dim, keys.shape[1], keys.shape[0]
     args[16], args[17], args[18] = len(tables), len(sequences), len(ancestors)
     args[19], args[20] = scale.ctypes.data, window
+    args[21], args[22], args[23] = softcap.ctypes.data, sinks.ctypes.data, len(sinks)
     _run(team, 4, args)
 
 
@@ -821,7 +853,10 @@ def decoder_layer(
 
     query, mixed = np.empty((heads, rows, dim), np.float32), np.empty((rows, heads, dim), np.float32)
     rotate_and_store(product, cos, sin, query, keys, values, tables, sequences, firsts)
-    attend_all(team, items, query, keys, values, tables, sequences, starts, ancestors, window, scale, mixed)
+    attend_all(
+        team, items, query, keys, values, tables, sequences, starts, ancestors, window, scale, np.zeros(1, np.float32), plain,
+        mixed,
+    )  # fmt: skip
 
     heads_quantized, middle = np.empty((rows, wide), np.uint8), np.empty((rows, width), np.float32)
     quantize(team, mixed.reshape(rows, wide), plain, first_eps, heads_quantized, factor)

@@ -165,7 +165,7 @@ def prepare(
         vocab_size=int(config.vocab_size),
         num_layers=int(config.num_hidden_layers),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=-(-int(getattr(config, "head_dim", None) or config.hidden_size // heads) // LANES) * LANES,
+        head_dim=-(-_widest_head(config) // LANES) * LANES,
         eos_ids=eos_ids,
         reasons=("floating-point products depend on how many rows a pass has",),
     )
@@ -176,6 +176,14 @@ def prepare(
         if not check.check_rows(model):
             model.reasons += ("two rows of one path were answered unlike",)
     return model
+
+
+def _widest_head(config: Any) -> int:
+    """Numbers in a head's key or value, whichever has more: in latent attention (DeepSeek) keys have parts of two kinds."""
+    plain = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if getattr(config, "kv_lora_rank", None) is None:
+        return plain
+    return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
 
 
 def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeights) -> list[str]:

@@ -13,20 +13,22 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-def gumbel(seed: int, position: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def gumbel(seed: int | torch.Tensor, position: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float64, in the shape of `tokens` (int64, any shape) broadcast with `position` (an int, or int64).
 
-    `seed` is unsigned, 64 bits. The random bits are those of the numba kernel; the two logarithms may round differently in
+    `seed` is unsigned, 64 bits; as a tensor, shaped like the positions, int64 of the same bits. The random bits are those of the numba kernel; the two logarithms may round differently in
     their last place. To give every row of [n, V] scores its own position, pass positions as [n, 1] and tokens as [V].
     """
     bits = noise_bits(seed, position, tokens)
     return -torch.log(-torch.log((bits.to(torch.float64) + 0.5) * 2.0**-52))
 
 
-def noise_bits(seed: int, position: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def noise_bits(seed: int | torch.Tensor, position: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The 52 random bits behind `gumbel`, int64, same shapes."""
     positions = torch.as_tensor(position, dtype=torch.int64, device=tokens.device)
-    start = _mix(torch.tensor(_signed(seed + _GOLDEN), dtype=torch.int64, device=tokens.device))
+    if isinstance(seed, int):
+        seed = torch.tensor(_signed(seed), dtype=torch.int64, device=tokens.device)
+    start = _mix(seed + _signed(_GOLDEN))
     key = _mix(start + positions * _signed(_GOLDEN))
     return _shift(_mix(key + (tokens + 1) * _signed(_GOLDEN)), 12)
 

@@ -67,17 +67,26 @@ def attend(
     values: NDArray[np.float32],
     mask: NDArray[np.bool_],
     scale: float,
+    softcap: float = 0.0,
+    sinks: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
-    """Dense attention in float64: query [heads, rows, dim], keys and values [kv heads, slots, dim]; [rows, heads, dim]."""
+    """Dense attention in float64: query [heads, rows, dim], keys and values [kv heads, slots, dim]; [rows, heads, dim].
+
+    `softcap` bounds scores by tanh; `sinks` [heads] is a column of scores that is dropped after the softmax.
+    """
     heads, num_rows, dim = query.shape
     group = heads // len(keys)
     out = np.zeros((num_rows, heads, dim))
     for head in range(heads):
         scores = query[head].astype(np.float64) @ keys[head // group].astype(np.float64).T * scale
+        if softcap > 0:
+            scores = softcap * np.tanh(scores / softcap)
         scores[~mask] = -np.inf
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((num_rows, 1), np.float64(sinks[head]))], 1)
         weights = np.exp(scores - scores.max(1, keepdims=True))
         weights /= weights.sum(1, keepdims=True)
-        out[:, head] = weights @ values[head // group].astype(np.float64)
+        out[:, head] = weights[:, : keys.shape[1]] @ values[head // group].astype(np.float64)
     return out
 
 

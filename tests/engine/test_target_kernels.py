@@ -237,6 +237,8 @@ def attend(
     window: int,
     scale: float,
     tile: int = 4,
+    softcap: float = 0.0,
+    sinks: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
     """[rows, heads, dim] by the kernel, tile by tile; `new` [2, kv heads, slots, dim] are the keys and values of all slots."""
     heads, _, dim = query.shape
@@ -253,8 +255,9 @@ def attend(
         for begin in range(0, num_rows, tile):
             end = min(begin + tile, num_rows)
             kernels.attend(
-                query, keys, values, table, length, begin, end, 0, starts, ancestors, kv, window, np.float32(scale), out
-            )
+                query, keys, values, table, length, begin, end, 0, starts, ancestors, kv, window, np.float32(scale),
+                np.float32(softcap), np.zeros(0, np.float32) if sinks is None else sinks, out,
+            )  # fmt: skip
     return out
 
 
@@ -275,6 +278,20 @@ def test_attention_is_dense_attention_under_the_trees_mask(heads: tuple[int, int
         assert np.allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("softcap", "sunk"), [(2.0, False), (0.0, True), (3.0, True)])
+def test_soft_caps_and_sinks_are_what_their_definition_says(softcap: float, sunk: bool, window: int) -> None:
+    """Scores bent by tanh, and a score without a value in every head's softmax: the float64 twin."""
+    for length in (0, 63, 70):
+        query, new = random(4, len(TREE), 16, seed=1), random(2, 2, length + len(TREE), 16, seed=2, scale=4.0)
+        sinks = 12 + random(4, seed=3, scale=3.0) if sunk else None
+        found = attend(query, new, length, TREE, np.array([1, 0], np.int32), window, 0.5, softcap=softcap, sinks=sinks)
+        mask = oracles.visible(TREE, length, window)
+        expected = oracles.attend(query, new[0], new[1], mask, 0.5, softcap, sinks)
+        assert np.allclose(found, expected, rtol=2e-5, atol=2e-5)
+        assert np.abs(found - oracles.attend(query, new[0], new[1], mask, 0.5)).max() > 0.1
+
+
 def test_attention_stays_finite_for_scores_of_any_size() -> None:
     """Scores of thousands, and a sharp peak among them, give what float64 gives."""
     query, new = random(2, 3, 16, scale=60.0), random(2, 2, 40 + 3, 16, seed=4, scale=60.0)
@@ -284,13 +301,14 @@ def test_attention_stays_finite_for_scores_of_any_size() -> None:
     assert np.isfinite(found).all() and np.allclose(found, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("dim", "window"), [(16, 0), (64, 20), (80, 0)])
-def test_a_rows_attention_depends_on_its_logical_sequence_only(dim: int, window: int) -> None:
+@pytest.mark.parametrize(("dim", "window", "softcap"), [(16, 0, 0.0), (64, 20, 0.0), (80, 0, 0.0), (16, 9, 2.0)])
+def test_a_rows_attention_depends_on_its_logical_sequence_only(dim: int, window: int, softcap: float) -> None:
     """Where the prefix ends, which blocks it has, what siblings stand between, and how rows are tiled change no bit."""
     total = 133
     query, new = random(4, total, dim, seed=7), random(2, 2, total, dim, seed=8, scale=2.0)
     chain = np.arange(-1, total - 1, dtype=np.int32)
-    expected = attend(query, new, 0, chain, np.arange(3, dtype=np.int32), window, 0.25)
+    bent = {"softcap": softcap, "sinks": random(4, seed=9) if softcap else None}
+    expected = attend(query, new, 0, chain, np.arange(3, dtype=np.int32), window, 0.25, **bent)
     rng = np.random.default_rng(3)
     for length in [1, 4, 30, 62, 63, 64, 65, 66, 100, 126, 127, 128, 129, 131]:
         tail = total - length
@@ -305,5 +323,5 @@ def test_a_rows_attention_depends_on_its_logical_sequence_only(dim: int, window:
         source[real] = np.arange(length, length + len(real))
         table = rng.permutation(9).astype(np.int32)[:6]
         placed = np.concatenate([new[:, :, :length], new[:, :, source]], 2)
-        found = attend(query[:, source], placed, length, parents, table, window, 0.25, tile=int(rng.integers(1, 9)))
+        found = attend(query[:, source], placed, length, parents, table, window, 0.25, int(rng.integers(1, 9)), **bent)
         assert np.array_equal(found[real], expected[length : length + len(real)])

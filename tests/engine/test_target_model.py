@@ -64,6 +64,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, False),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, False),
     "qwen3-moe": ("Qwen3MoeConfig", {**MOE, **WIDE}, False),
+    "gemma2, window and caps": (
+        "Gemma2Config",
+        {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, **WIDE},
+        False,
+    ),
+    "gpt-oss, window and sinks": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "num_key_value_heads": 2, **WIDE},
+        False,
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
+        False,
+    ),
 }
 """What docs/worker.md lists: the config's class, settings, and whether int8 is strict."""
 
@@ -115,21 +142,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rwkv": ("RwkvConfig", {"attention_hidden_size": 64}, "attention interface"),
     "bloom": ("BloomConfig", {}, "attention interface"),
     "mpt": ("MptConfig", {}, "cannot run rows"),
-    "gemma2": ("Gemma2Config", WIDE, "softcap"),
-    "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, **WIDE}, "s_aux"),
-    "deepseek-v3": (
-        "DeepseekV3Config",
-        {
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-        },
-        "keys .* and values",
-    ),
     "gpt-bigcode": ("GPTBigCodeConfig", {}, "kv heads"),
 }
 

@@ -1,0 +1,443 @@
+"""Passes on a CUDA device: packed rows, a mask instead of kernels, one graph for each number of rows.
+
+Keys and values stay on the device in pages of `BLOCK` positions, under the same block tables as on the CPU. All that a pass
+needs to know of its sequences goes there in one pinned transfer (`Layout`); what a row may see is a function of these numbers
+(`Layout.sees`), which FlexAttention compiles into its kernel, and which `gathered_attention` writes out as a mask for the pages
+in use. The token of every row is chosen on the device (`choose_all`), so that only ids come back, once a pass.
+
+Nothing here is CUDA's alone but graphs, pinned memory and the compiled kernel: on `cpu` the same code runs without them, which is
+how it is tested. Sums depend on the number of rows, so nothing is strict here: texts with and without drafts are equal except
+at near-ties.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import PreTrainedModel
+
+from engine.acceptance import SamplingParams
+from engine.target import attention, noise
+from engine.target.attention import Part, Scores
+from engine.target.cache import KVStorage, KVTable
+from engine.target.kernels import BLOCK
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of rows that a graph is made for; a pass is filled up to the next. Beyond, multiples of the last, without a graph."""
+
+_QUERY_BLOCK = 128
+"""Rows that FlexAttention looks up pages for together."""
+
+
+class DeviceStorage(KVStorage):
+    """Keys and values of all layers on a device: [1, kv heads, slots, head dim] each, page b being slots b * BLOCK and on.
+
+    One position costs 2 x layers x kv heads x head dim numbers of `dtype`. One page beyond those that tables can have takes what
+    rows that only fill up a pass write. The accounts of pages are those of `KVStorage`, whose own arrays are one number a
+    position here, never touched. Raises Exhausted where `memory` bytes hold no page.
+    """
+
+    def __init__(
+        self, num_layers: int, kv_heads: int, head_dim: int, memory: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        page = 2 * num_layers * kv_heads * head_dim * BLOCK * dtype.itemsize
+        super().__init__(1, 1, 1, memory // page * 8 * BLOCK)
+        shape = (1, kv_heads, (self.num_blocks + 1) * BLOCK, head_dim)
+        self.head_dim = head_dim
+        # zeros: what a mask hides still meets a weight of 0, and 0 x NaN is none
+        self.device_keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.device_values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Copy slots to slots, int64 [n] each, in all layers; all are read before any is written."""
+        if not len(sources):
+            return
+        device = self.device_keys[0].device
+        both = torch.from_numpy(np.stack([sources, targets])).to(device, non_blocking=True)
+        for numbers in (*self.device_keys, *self.device_values):
+            numbers[:, :, both[1]] = numbers[:, :, both[0]]
+
+
+def keep(storage: DeviceStorage, tables: Sequence[KVTable], kept: Sequence[NDArray[np.int32]]) -> None:
+    """Commit rows of the last pass in each table, as `KVTable.keep` does, by one move for all of them."""
+    sources, targets = [], []
+    for table, rows in zip(tables, kept, strict=True):
+        sources.append(_slots(table, table.length + rows))
+        targets.append(_slots(table, table.length + np.arange(len(rows))))
+        table.length += len(rows)
+    before, after = np.concatenate(sources), np.concatenate(targets)
+    storage.move(before[before != after], after[before != after])
+
+
+def _slots(table: KVTable, entries: NDArray[Any]) -> NDArray[np.int64]:
+    """Where positions of a sequence lie, int64."""
+    slots: NDArray[np.int64] = table.blocks[entries // BLOCK].astype(np.int64) * BLOCK + entries % BLOCK
+    return slots
+
+
+class Layout:
+    """What a pass of up to `rows` rows must know, as views into one array on the device and one (pinned) beside it.
+
+    By row: `tokens`, `positions`, `slots` (where its key goes), `owner` (which sequence), `length` (its prefix), `first` (its
+    sequence's first row) and `above` [rows, words], a bit for each row of the pass that it descends from or is. By page in use:
+    `pages` and, for each owner, `logical` [owners, columns], which page of the sequence that is (-1: none of its). A column is a
+    page in use, or with `physical` a page of the storage. `page_count` is how many are in use.
+
+    Rows that only fill up are a sequence of their own without a prefix, all in the spare page.
+    """
+
+    def __init__(self, rows: int, owners: int, pages: int, spare: int, device: torch.device, physical: bool) -> None:
+        self.rows, self.spare, self.physical = rows, spare, physical
+        columns = spare + 1 if physical else pages
+        shapes = {
+            "tokens": (rows,), "positions": (rows,), "slots": (rows,), "owner": (rows,), "length": (rows,), "first": (rows,),
+            "above": (rows, -(-rows // 32)), "pages": (pages,), "page_count": (1,), "logical": (owners, columns),
+        }  # fmt: skip
+        size = sum(int(np.prod(shape)) for shape in shapes.values())
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.host: dict[str, NDArray[np.int32]] = {}
+        self.on_device: dict[str, torch.Tensor] = {}
+        at = 0
+        for name, shape in shapes.items():
+            end = at + int(np.prod(shape))
+            self.host[name] = self._host[at:end].view(shape).numpy()
+            self.on_device[name] = self._device[at:end].view(shape)
+            at = end
+
+    def fill(self, tokens: NDArray[np.int32], parts: Sequence[Part]) -> None:
+        """Describe a pass over `parts`, whose tables have room for their rows, and send it off. O(rows x depth + pages)."""
+        host, row = self.host, 0
+        pages = sorted({int(page) for part in parts for page in _pages(part)} | {self.spare})
+        column = {page: page if self.physical else at for at, page in enumerate(pages)}
+        for name in ("above", "logical", "pages"):
+            host[name].fill(-1 if name == "logical" else 0)
+        for which, part in enumerate(parts):
+            count, length = len(part.parents), part.table.length
+            mine = slice(row, row + count)
+            depths = np.zeros(count, np.int32)
+            for i, parent in enumerate(part.parents.tolist()):
+                if parent >= 0:
+                    depths[i] = depths[parent] + 1
+                    host["above"][row + i] = host["above"][row + parent]
+                _set_bit(host["above"][row + i], row + i)
+            host["positions"][mine] = length + depths
+            host["slots"][mine] = _slots(part.table, length + np.arange(count))
+            host["owner"][mine], host["length"][mine], host["first"][mine] = which, length, row
+            for at, page in enumerate(_pages(part).tolist()):
+                host["logical"][which, column[page]] = at
+            row += count
+        host["tokens"][:row], host["tokens"][row:] = tokens, 0
+        fill = slice(row, self.rows)
+        host["positions"][fill], host["slots"][fill] = 0, self.spare * BLOCK + np.arange(self.rows - row) % BLOCK
+        host["owner"][fill], host["length"][fill], host["first"][fill] = len(parts), 0, row
+        for i in range(row, self.rows):
+            _set_bit(host["above"][i], i)
+        if row < self.rows:
+            host["logical"][len(parts), column[self.spare]] = 0
+        host["pages"][: len(pages)], host["pages"][len(pages) :] = pages, self.spare
+        host["page_count"][0] = len(pages)
+        self._device.copy_(self._host, non_blocking=True)
+
+    def sees(self, row: torch.Tensor, place: torch.Tensor, window: int) -> torch.Tensor:
+        """bool, in the shape that `row` and `place` broadcast to: whether a row attends to a place, column * BLOCK + entry.
+
+        It does to positions of its own sequence's prefix and to its own path, of these to the last `window` where that is > 0.
+        """
+        at = self.on_device
+        page = at["logical"][at["owner"][row], place // BLOCK]
+        slot = page * BLOCK + place % BLOCK
+        behind = slot - at["length"][row]
+        other = at["first"][row] + behind
+        inside = (behind >= 0) & (other < self.rows)
+        other = torch.where(inside, other, 0)
+        on_path = inside & (((at["above"][row, other // 32] >> (other % 32)) & 1) == 1)
+        seen = (page >= 0) & ((behind < 0) | on_path)
+        if window > 0:
+            position = torch.where(behind < 0, slot, at["positions"][other])
+            seen = seen & (position > at["positions"][row] - window)
+        return seen
+
+
+def _pages(part: Part) -> NDArray[np.int32]:
+    """The pages that a part's rows read or write."""
+    return part.table.blocks[: -(-(part.table.length + len(part.parents)) // BLOCK)]
+
+
+def _set_bit(words: NDArray[np.int32], bit: int) -> None:
+    words.view(np.uint32)[bit // 32] |= np.uint32(1 << (bit % 32))
+
+
+class DevicePass:
+    """The attention of one pass, on tensors. See `attention.Mixes`."""
+
+    def __init__(self, storage: DeviceStorage, layout: Layout) -> None:
+        self._storage, self._layout = storage, layout
+        self._masks: dict[int, Any] = {}
+
+    def mix(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """[1, rows, heads, value width]."""
+        dim, width = self._storage.head_dim, value.shape[-1]
+        keys, values = self._storage.device_keys[layer], self._storage.device_values[layer]
+        slots = self._layout.on_device["slots"].long()
+        keys[:, :, slots] = _widened(key, dim).to(keys.dtype)
+        values[:, :, slots] = _widened(value, dim).to(values.dtype)
+        query = _widened(query, dim).to(keys.dtype)
+        attend = flexible_attention if self._layout.physical else gathered_attention
+        if scores.window not in self._masks:
+            make = block_mask if self._layout.physical else dense_mask
+            self._masks[scores.window] = make(self._layout, scores.window)
+        mixed = attend(query, keys, values, self._layout, self._masks[scores.window], scores)
+        return mixed[..., :width].transpose(1, 2)
+
+
+def _widened(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return functional.pad(x, (0, dim - x.shape[-1]))
+
+
+def dense_mask(layout: Layout, window: int) -> torch.Tensor:
+    """bool [rows, pages x BLOCK]: what each row sees of the pages in use, columns beyond `page_count` left out."""
+    device = layout.on_device["pages"].device
+    columns = len(layout.on_device["pages"])
+    row = torch.arange(layout.rows, device=device)[:, None]
+    place = torch.arange(columns * BLOCK, device=device)[None]
+    return layout.sees(row, place, window) & (place // BLOCK < layout.on_device["page_count"])
+
+
+def gathered_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, mask: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Attention under a written mask, over a copy of the pages in use: [1, heads, rows, dim]. Runs anywhere."""
+    pages = layout.on_device["pages"].long()
+    near_keys, near_values = (x.unflatten(2, (-1, BLOCK))[:, :, pages].flatten(2, 3) for x in (keys, values))
+    if scores.softcap == 0 and scores.sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, near_keys, near_values, attn_mask=mask[None, None], scale=scores.scale, enable_gqa=True
+        )
+    group = query.shape[1] // keys.shape[1]
+    raw = torch.matmul(query, near_keys.repeat_interleave(group, 1).transpose(2, 3)).float() * scores.scale
+    if scores.softcap > 0:
+        raw = scores.softcap * torch.tanh(raw / scores.softcap)
+    raw = raw.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(raw.device, torch.float32).view(1, -1, 1, 1).expand(1, -1, raw.shape[2], 1)
+        raw = torch.cat([raw, sinks], -1)
+    weights = raw.softmax(-1)[..., : mask.shape[1]].to(query.dtype)
+    return torch.matmul(weights, near_values.repeat_interleave(group, 1))
+
+
+def block_mask(layout: Layout, window: int) -> BlockMask:
+    """What FlexAttention wants to know: the pages in use, for every block of rows, and the mask within them."""
+    pages = layout.on_device["pages"]
+    num_blocks = -(-layout.rows // _QUERY_BLOCK)
+
+    def mask(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return layout.sees(row, place, window)
+
+    return BlockMask.from_kv_blocks(
+        layout.on_device["page_count"].view(1, 1, 1).expand(1, 1, num_blocks).contiguous(),
+        pages.view(1, 1, 1, -1).expand(1, 1, num_blocks, -1).contiguous(),
+        BLOCK_SIZE=(_QUERY_BLOCK, BLOCK),
+        mask_mod=mask,
+        seq_lengths=(layout.rows, (layout.spare + 1) * BLOCK),
+        compute_q_blocks=False,
+    )
+
+
+_compiled: Callable[..., Any] | None = None
+
+
+def flexible_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, mask: BlockMask, scores: Scores
+) -> torch.Tensor:
+    """Attention by FlexAttention, straight from the pages: [1, heads, rows, dim]. On the CPU its own uncompiled twin runs."""
+    global _compiled
+    if _compiled is None:
+        _compiled = torch.compile(flex_attention, dynamic=False)
+    run = _compiled if query.device.type == "cuda" else flex_attention
+    bend: Callable[..., torch.Tensor] | None = None
+    if (cap := scores.softcap) > 0:
+
+        def bend(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            return cap * torch.tanh(score / cap)
+
+    more: dict[str, Any] = {"return_aux": AuxRequest(lse=True)} if scores.sinks is not None else {}
+    found = run(query, keys, values, score_mod=bend, block_mask=mask, scale=scores.scale, enable_gqa=True, **more)
+    if scores.sinks is None:
+        return torch.as_tensor(found)
+    out, aux = found
+    sinks = scores.sinks.to(out.device, torch.float32).view(1, -1, 1)
+    return torch.as_tensor(out * torch.sigmoid(aux.lse - sinks)[..., None].to(out.dtype))
+
+
+# ---- a pass
+
+
+class Runner:
+    """Runs passes of a network over a `DeviceStorage`.
+
+    The network has the attention implementation `attention.KEY` and lies on the device. `flexible` chooses FlexAttention over
+    the gathered pages. Graphs are made on CUDA, for passes of up to ROWS[-1] rows, as they are first needed.
+    """
+
+    def __init__(self, network: PreTrainedModel, storage: DeviceStorage, flexible: bool, graphs: bool = True) -> None:
+        self._network, self._storage, self._flexible = network, storage, flexible
+        self._device = storage.device_keys[0].device
+        self._graphs = graphs and self._device.type == "cuda"
+        self._kept: dict[tuple[int, int, int], _Bucket] = {}
+
+    @torch.inference_mode()
+    def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], wanted: NDArray[np.int32] | None = None) -> torch.Tensor:
+        """Logits on the device, [rows, vocab] or, of the rows `wanted` (int32 [m]), [m, vocab]; they last until the next run.
+
+        `tokens` int32 [n] in the order of the parts, for whose rows their tables have room. Nothing is waited for.
+        """
+        num = len(tokens)
+        rows = bucket(num)
+        used = len({int(page) for part in parts for page in _pages(part)}) + 1
+        small = rows <= ROWS[-1]
+        key = (rows, _power(len(parts) + 1), min(_power(used), self._storage.num_blocks + 1))
+        if (kept := self._kept.get(key)) is None:
+            kept = _Bucket(Layout(*key, self._storage.num_blocks, self._device, self._flexible))
+            if small:
+                self._kept[key] = kept
+        kept.layout.fill(tokens, parts)
+        if not small and wanted is not None:
+            return self._forward(kept.layout, torch.from_numpy(wanted.astype(np.int64)).to(self._device))
+        every = slice(None, num) if wanted is None else torch.from_numpy(wanted.astype(np.int64)).to(self._device)
+        if not (self._graphs and small):
+            return self._forward(kept.layout, 0)[every]
+        if kept.graph is None:
+            try:
+                self._capture(kept)
+            except RuntimeError as error:  # experts that are chosen on the host, for one
+                logger.warning("no CUDA graphs, since this network cannot be recorded: %s", error)
+                self._graphs = False
+                return self._forward(kept.layout, 0)[every]
+        assert kept.graph is not None and kept.logits is not None
+        kept.graph.replay()
+        return kept.logits[every]
+
+    def _forward(self, layout: Layout, keep: torch.Tensor | int) -> torch.Tensor:
+        at = layout.on_device
+        with attention.running(DevicePass(self._storage, layout)):
+            output = self._network(
+                input_ids=at["tokens"].long()[None],
+                position_ids=at["positions"].long()[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _capture(self, kept: _Bucket) -> None:
+        """Record a graph of the pass; kernels are compiled and memory is found by two runs before."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forward(kept.layout, 0)
+        torch.cuda.current_stream().wait_stream(stream)
+        kept.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(kept.graph):
+            kept.logits = self._forward(kept.layout, 0)
+
+
+@dataclass
+class _Bucket:
+    """Buffers for passes of one size, and the graph over them."""
+
+    layout: Layout
+    graph: torch.cuda.CUDAGraph | None = None
+    logits: torch.Tensor | None = None
+
+
+def bucket(num_rows: int) -> int:
+    """How many rows a pass of `num_rows` is filled up to."""
+    return next((rows for rows in ROWS if rows >= num_rows), -(-num_rows // ROWS[-1]) * ROWS[-1])
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+# ---- choosing
+
+
+def chooses(params: SamplingParams, masked: bool = False) -> bool:
+    """Whether `choose_all` can make this request's choices; else the host must see logits (`sampling.Sampler`).
+
+    `masked` says that some ids are ruled out for now. Penalties depend on the path, top_k and top_p on an order of all scores.
+    """
+    plain = params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0
+    return plain and not masked and not params.logit_bias and params.top_k == 0 and params.top_p == 1
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How the token after each row is chosen, by row: `temperature` and `min_p` float64, `seed` uint64, `position` int64 [n].
+
+    `position` is that of the token to choose: the row's own plus one.
+    """
+
+    temperature: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    seed: NDArray[np.uint64]
+    position: NDArray[np.int64]
+
+
+@torch.inference_mode()
+def choose_all(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
+    """int64 [n], on the device: what sample and match says after every row of logits [n, vocab] (`engine.kernels.choose`).
+
+    Where no row is sampled this is one argmax; else the noise of sampled rows is computed, in float64 as everywhere.
+    """
+    scores = torch.where(logits.isnan(), -torch.inf, logits.float())
+    ids = scores.argmax(1)
+    sampled = np.flatnonzero(choices.temperature > 0)
+    if not len(sampled):
+        return ids
+
+    def there(array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array[sampled])).to(logits.device, non_blocking=True)[:, None]
+
+    rows = torch.from_numpy(sampled).to(logits.device, non_blocking=True)
+    some = scores[rows].double()
+    scale = there(np.minimum(1 / np.maximum(choices.temperature, 1e-300), 1e300))
+    with np.errstate(divide="ignore"):
+        least = there(np.log(choices.min_p))
+    z = (some - some.amax(1, keepdim=True)) * scale
+    tokens = torch.arange(some.shape[1], device=logits.device)
+    race = z + noise.gumbel(there(choices.seed.view(np.int64)), there(choices.position), tokens)
+    finite = some.amax(1).isfinite()
+    best = torch.where(z >= least, race, -torch.inf).argmax(1)
+    ids[rows] = torch.where(finite, best, ids[rows])
+    return ids
+
+
+class Fetch:
+    """Brings ids to the host through pinned memory, with one wait."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._pinned = torch.zeros(most, dtype=torch.int64, pin_memory=self._cuda)
+
+    def __call__(self, ids: torch.Tensor) -> NDArray[np.int64]:
+        """int64 [n], n at most `most`; a view that the next call overwrites."""
+        here = self._pinned[: len(ids)]
+        here.copy_(ids, non_blocking=self._cuda)
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        found: NDArray[np.int64] = here.numpy()
+        return found
