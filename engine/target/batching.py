@@ -1,4 +1,4 @@
-"""Many sequences, one pass: who is packed with whom, how far their trees are cut, and what a pass costs.
+"""Many sequences, one pass: who is let in, who is packed with whom, how far trees are cut, and what a pass costs.
 
 The forward pass runs on the event loop's own thread, on purpose: a second busy Python thread beside it is ruinous (DESIGN 7).
 Between passes the loop serves everybody: answers leave, new trees and cancellations come in.
@@ -7,14 +7,17 @@ Between passes the loop serves everybody: answers leave, new trees and cancellat
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.errors import Exhausted
 from engine.tree import CandidateTree, CostCurve, best_size, with_room
 
 Owner = TypeVar("Owner")
@@ -103,60 +106,123 @@ def cut_together(
     return [tree.cut(max_rows if kept else 1 + int(count)) for tree, kept, count in zip(trees, whole, counts, strict=True)]
 
 
+class Admission:
+    """At most `most` sequences at a time; `max_waiting` more wait for their turn, first come first served."""
+
+    def __init__(self, most: int, max_waiting: int) -> None:
+        self.num_admitted = 0
+        self._most = most
+        self._max_waiting = max_waiting
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for their turn."""
+        return sum(not turn.cancelled() for turn in self._queue)
+
+    async def enter(self) -> None:
+        """Wait for a turn; whoever entered must leave. Raises Exhausted at once where the queue is full."""
+        if self.num_admitted < self._most:
+            self.num_admitted += 1
+            return
+        if self.num_waiting >= self._max_waiting:
+            raise Exhausted(
+                f"the worker is full: {self.num_admitted} sequences are open and {self.num_waiting} wait; retry later"
+            )
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.leave()  # it was this one's turn at the same moment
+            raise
+
+    def leave(self) -> None:
+        """Hand the turn on to who has waited longest, if anybody has."""
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self.num_admitted -= 1
+
+
 @dataclass(eq=False)
 class Work(Generic[Owner, Answer]):
-    """One sequence's wish for the next pass: a tree to verify, or a chunk of its prompt to read (a chain; answered by None)."""
+    """One sequence's wish: a tree to verify, or, without one, to read on in its tokens, as far as a pass has room."""
 
     owner: Owner
     tree: CandidateTree | None
-    chunk: NDArray[np.int32] | None
     done: asyncio.Future[Answer] = field(repr=False)
+
+
+class Later(enum.Enum):
+    """The answer to a wish that must wait for another pass."""
+
+    LATER = "later"
+
+
+LATER = Later.LATER
 
 
 class Batcher(Generic[Owner, Answer]):
     """Collects wishes and runs passes, one after the other.
 
-    `run(works)` performs one pass and returns an answer for each; a tree's answer may be an exception, which goes to its owner
-    alone. At most one chunk joins a pass, so that reading a long prompt does not stall the others' streams.
+    `run(works)` performs one pass over some of the wishes, given in the order in which they came, and says for each its answer,
+    an exception, which goes to its owner alone, or LATER: it keeps its place. Where all must wait, nothing is run until there
+    is a new wish, somebody calls `wake`, or a moment has passed.
     """
 
     _GATHER = 0.0005
     """Seconds to wait for the trees of other open sequences."""
 
-    def __init__(self, run: Callable[[list[Work[Owner, Answer]]], list[Answer | Exception]]) -> None:
+    _MOMENT = 0.1
+    """Seconds after which wishes that had to wait are tried again."""
+
+    def __init__(self, run: Callable[[list[Work[Owner, Answer]]], list[Answer | Exception | Later]]) -> None:
         self._run = run
         self._waiting: list[Work[Owner, Answer]] = []
         self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
         self.num_stepping = 0
         """Sequences that are between open and finish, so may send a tree soon."""
 
-    async def submit(self, owner: Owner, tree: CandidateTree | None = None, chunk: NDArray[np.int32] | None = None) -> Answer:
+    async def submit(self, owner: Owner, tree: CandidateTree | None = None) -> Answer:
         """The answer to one wish. If the caller is cancelled while waiting, the wish is withdrawn."""
-        work = Work[Owner, Answer](owner, tree, chunk, asyncio.get_running_loop().create_future())
+        work = Work[Owner, Answer](owner, tree, asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         if self._task is None or self._task.done():
+            self._news = asyncio.Event()
             self._task = asyncio.create_task(self._serve())
+        self._news.set()
         return await work.done
+
+    def wake(self) -> None:
+        """What made wishes wait may have changed."""
+        self._news.set()
 
     async def _serve(self) -> None:
         while self._waiting:
             await asyncio.sleep(0)
             if sum(work.tree is not None for work in self._waiting) < self.num_stepping:
                 await asyncio.sleep(self._GATHER)
-            self._waiting = [work for work in self._waiting if not work.done.done()]
-            batch = [work for work in self._waiting if work.tree is not None]
-            batch += [work for work in self._waiting if work.chunk is not None][:1]
-            self._waiting = [work for work in self._waiting if work not in batch]
+            self._waiting = batch = [work for work in self._waiting if not work.done.done()]
             if not batch:
                 continue
+            self._news.clear()
             try:
-                answers: Sequence[Answer | Exception] = self._run(batch)
+                answers: Sequence[Answer | Exception | Later] = self._run(batch)
             except Exception as error:
                 answers = [error] * len(batch)
+            self._waiting = [work for work, answer in zip(batch, answers, strict=True) if answer is LATER]
             for work, answer in zip(batch, answers, strict=True):
-                if work.done.done():
+                if isinstance(answer, Later) or work.done.done():
                     continue
                 if isinstance(answer, Exception):
                     work.done.set_exception(answer)
                 else:
                     work.done.set_result(answer)
+            if len(self._waiting) == len(batch):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), self._MOMENT)

@@ -16,7 +16,7 @@ from engine.acceptance import walk
 from engine.drafters import Feedback
 from engine.target import SequenceRequest, StepResult, TargetInfo
 from engine.target.batching import cut_together
-from engine.target.sampling import Sampler, check_request, feedback, likeliest, prompt_feedback, prompt_rows
+from engine.target.sampling import Sampler, check_request, check_step, feedback, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 
@@ -93,11 +93,7 @@ class FakeSequence:
 
     async def step(self, tree: CandidateTree) -> StepResult:
         """See engine.target.TargetSequence."""
-        if self._finished:
-            raise RuntimeError("the sequence has finished")
-        tree.validate(self._target.info.vocab_size)
-        if tree.position != len(self._prefix) - 1 or tree.tokens[0] != self._prefix[-1]:
-            raise ValueError(f"the root must be the last committed token, at position {len(self._prefix) - 1}: {tree.position}")
+        check_step(tree, self._target.info, int(self._prefix[-1]), len(self._prefix) - 1, self._finished)
         tree = cut_together([tree], self.curve, self._target.info.max_rows)[0]
         rows = np.stack([self._target.logits(self._path(tree, node)) for node in range(len(tree))])
         sampler = self._sampler

@@ -5,6 +5,7 @@ For tests, scripts and benchmarks where no other Python runs during a pass; `dra
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,14 +22,19 @@ from engine.drafters import Feedback
 from engine.errors import Exhausted
 from engine.target import SequenceRequest, StepResult, TargetInfo
 from engine.target.attention import Part, Pass
-from engine.target.batching import Batcher, CostMeter, Work, cut_together
-from engine.target.cache import KVStorage, KVTable
+from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
+from engine.target.cache import KVStorage, KVTable, num_blocks
+from engine.target.kernels import BLOCK
 from engine.target.model import Model, load
-from engine.target.sampling import Sampler, check_request, feedback, likeliest, prompt_feedback, prompt_rows
+from engine.target.prefix import Names
+from engine.target.sampling import Sampler, check_request, check_step, feedback, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 _CHUNK = 256
-"""Prompt tokens read in one pass."""
+"""Most rows of a pass that read prompts, of all sequences together: so long do others wait at most."""
+
+_IDLE = 1.0
+"""Seconds after which a sequence whose engine sends nothing may lose its memory to any other."""
 
 _CURVE_EVERY = 16
 """Passes between two messages about the cost curve."""
@@ -40,8 +46,11 @@ _MEASURE_CONTEXT = 512
 class LocalTarget:
     """A worker around a `Model`.
 
-    `kv_memory` bounds keys and values in bytes. `max_rows` bounds one pass beside a chunk. The cost curve is measured at start
-    (about 40 passes) unless `curve` fixes it.
+    `kv_memory` bounds keys and values in bytes. `max_rows` bounds one pass beside what is read. At most `max_sequences` are
+    open at a time, `max_waiting` wait for their turn. The cost curve is measured at start unless `curve` fixes it.
+
+    Where memory runs out, who came first goes first: the sequence that came last gives up its blocks and reads its tokens again
+    when there is room. A sequence that has all others behind it always finds room, so everybody gets to the end.
     """
 
     def __init__(
@@ -52,6 +61,8 @@ class LocalTarget:
         *,
         kv_memory: int = 2 << 30,
         max_rows: int = 64,
+        max_sequences: int = 64,
+        max_waiting: int = 256,
         curve: CostCurve | None = None,
     ) -> None:
         self.info = TargetInfo(
@@ -66,9 +77,13 @@ class LocalTarget:
         )
         self.storage = KVStorage(model.num_layers, model.kv_heads, model.head_dim, kv_memory)
         self.meter = CostMeter()
+        self.counts = Counts()
         self._model = model
         self._batcher: Batcher[LocalSequence, StepResult | None] = Batcher(self._run)
-        self._num_passes = 0
+        self._admission = Admission(max_sequences, max_waiting)
+        self._open: list[LocalSequence] = []
+        self._num_opened = 0
+        self._secret = secrets.token_bytes(32)
         core_kernels.warmup()
         if curve is not None:
             self.meter.freeze(curve)
@@ -104,59 +119,65 @@ class LocalTarget:
     async def open(self, request: SequenceRequest) -> AsyncIterator[LocalSequence]:
         """See engine.target.Target."""
         check_request(request, self.info)
-        most = min(len(request.prompt) + request.limits.max_tokens, self.info.context_length) + self.info.max_rows
+        most = (
+            min(len(request.prompt) - request.num_emitted + request.limits.max_tokens, self.info.context_length)
+            + self.info.max_rows
+        )
         if not self.storage.fits(most):
             raise Exhausted(
                 f"prompt and answer of up to {most} positions exceed the worker's KV memory: raise kv_memory or ask for less"
             )
+        await self._admission.enter()
         sequence = LocalSequence(self, request)
+        self._open.append(sequence)
         try:
-            prompt = request.prompt[:-1]
-            for start in range(0, len(prompt), _CHUNK):
-                await self._batcher.submit(sequence, chunk=prompt[start : start + _CHUNK])
+            await self._read(sequence)
             self._batcher.num_stepping += 1
             try:
                 yield sequence
             finally:
                 self._batcher.num_stepping -= 1
         finally:
+            self._open.remove(sequence)
+            self._admission.leave()
             sequence.table.close()
+            self._batcher.wake()
 
     async def close(self) -> None:
         """Nothing to release; storage goes with the object."""
 
+    def check(self) -> None:
+        """Raise AssertionError unless all blocks of KV memory are accounted for by the open sequences."""
+        self.storage.check(sequence.table for sequence in self._open)
+
+    def next_number(self) -> int:
+        """The place of a sequence that comes in the order of all that have come."""
+        self._num_opened += 1
+        return self._num_opened
+
+    def names_for(self, tenant: str) -> Names:
+        """What names a tenant's blocks."""
+        return Names(tenant, self._secret)
+
     async def verify(self, sequence: LocalSequence, tree: CandidateTree) -> StepResult:
         """One step of one sequence, in whatever pass it fits."""
-        result = await self._batcher.submit(sequence, tree=tree)
-        assert result is not None
+        while (result := await self._batcher.submit(sequence, tree)) is None:
+            await self._read(sequence)
         return result
 
-    def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | Exception | None]:
-        """One pass. A tree is cut to the KV memory left; a sequence without room for its root gets the error alone."""
+    async def _read(self, sequence: LocalSequence) -> None:
+        """Bring a sequence's tokens into its table, all but the last one, which is the root of its next tree."""
+        while sequence.num_missing:
+            await self._batcher.submit(sequence)
+
+    def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | Exception | Later | None]:
+        """One pass. A tree is cut to what pays and to the KV memory left; who finds no memory for a root waits.
+
+        A tree whose sequence lost its memory gets None, as does a wish to read on: the sequence knows how far it is.
+        """
         start = time.perf_counter()
-        chunk_rows = sum(len(work.chunk) for work in works if work.chunk is not None)
-        cut = iter(
-            cut_together(
-                [work.tree for work in works if work.tree is not None],
-                self.curve,
-                self.info.max_rows + chunk_rows,
-                chunk_rows,
-                self.meter.explores(),
-            )
-        )
-        answers: list[StepResult | Exception | None] = [None] * len(works)
-        packed: list[_Packed] = []
-        for i, work in enumerate(works):
-            if work.chunk is not None:
-                rows = _Packed.of_chunk(i, work.chunk, work.owner.num_heard(len(work.chunk)))
-            else:
-                rows = _Packed.of_tree(i, next(cut).cut(work.owner.table.room))
-            try:
-                work.owner.table.reserve(len(rows.tokens))
-            except Exhausted as error:
-                answers[i] = error
-            else:
-                packed.append(rows)
+        answers: list[StepResult | Exception | Later | None] = [LATER] * len(works)
+        packed = self._pack(works, self._find_room(works, answers))
         if not packed:
             return answers
         everything = Pass(self.storage, [Part(works[rows.index].owner.table, rows.parents) for rows in packed])
@@ -169,24 +190,101 @@ class LocalTarget:
         all_tokens = np.concatenate([rows.tokens for rows in packed])
         logits = self._model.forward(all_tokens, everything, verified)
         seconds = time.perf_counter() - start
-        if not chunk_rows:
+        num_read = sum(len(rows.tokens) for rows in packed if rows.tree is None)
+        if not num_read:
             self.meter.observe(len(all_tokens), seconds)
-        self._num_passes += 1
-        curve = self.curve if self._num_passes % _CURVE_EVERY == 0 else None
+        self.counts.num_passes += 1
+        self.counts.num_read += num_read
+        curve = self.curve if self.counts.num_passes % _CURVE_EVERY == 0 else None
         first = 0
         for rows in packed:
             owner = works[rows.index].owner
             mine = logits[first : first + rows.num_heard]
             first += rows.num_heard
-            if rows.tree is None:
-                owner.table.keep(np.arange(len(rows.tokens), dtype=np.int32))
-                owner.hear(mine)
-            else:
-                try:
+            try:
+                if rows.tree is None:
+                    owner.finish_chunk(len(rows.tokens), mine)
+                    answers[rows.index] = None
+                else:
                     answers[rows.index] = owner.finish_step(rows.tree, mine, curve, seconds)
-                except Exception as error:  # one sequence's sampling is no other's concern
-                    answers[rows.index] = error
+            except Exception as error:  # one sequence's sampling is no other's concern
+                answers[rows.index] = error
         return answers
+
+    def _find_room(
+        self, works: list[Work[LocalSequence, StepResult | None]], answers: list[StepResult | Exception | Later | None]
+    ) -> list[int]:
+        """Reserve memory, for trees a root's, for what is to be read all of it; who came first is asked first.
+
+        Returns which works may be in the pass, rising. While one waits to begin reading, none that came later begins.
+        """
+        busy = {work.owner for work in works}
+        ready, waits = list[int](), False
+        for i in sorted(range(len(works)), key=lambda i: works[i].owner.number):
+            owner, reads = works[i].owner, works[i].tree is None
+            if reads:
+                if not owner.num_missing or (waits and not owner.table.length):
+                    answers[i] = LATER if owner.num_missing else None
+                    continue
+                self.counts.num_shared += owner.share()
+                if not owner.num_missing:
+                    answers[i] = None
+                    continue
+            elif owner.num_missing:
+                answers[i] = None
+                continue
+            if self._make_room(owner, owner.num_missing + 1, busy):
+                owner.table.reserve(owner.num_missing + 1)
+                ready.append(i)
+            else:
+                waits = waits or reads
+        return sorted(ready)
+
+    def _make_room(self, owner: LocalSequence, num_rows: int, busy: set[LocalSequence]) -> bool:
+        """Whether `owner` can have so many rows. If need be others lose theirs: who came later, last first, and the idle."""
+        missing = num_blocks(owner.table.length + num_rows) - len(owner.table.blocks)
+        if missing <= self.storage.num_free:
+            return True
+        idle = time.monotonic() - _IDLE
+        victims = [
+            other
+            for other in self._open
+            if other is not owner
+            and len(other.table.blocks)
+            and (other.number > owner.number or (other not in busy and other.last_active < idle))
+        ]
+        if self.storage.num_free + sum(len(other.table.blocks) for other in victims) < missing:
+            return False
+        for victim in sorted(victims, key=lambda other: -other.number):
+            self.preempt(victim)
+            if missing <= self.storage.num_free:
+                return True
+        return False
+
+    def preempt(self, sequence: LocalSequence) -> None:
+        """Take all its memory from a sequence; it reads its tokens again when it goes on."""
+        sequence.table.close()
+        self.counts.num_preempted += 1
+
+    def _pack(self, works: list[Work[LocalSequence, StepResult | None]], ready: list[int]) -> list[_Packed]:
+        """The rows of a pass: a part of every text to be read, in turn, and all trees, cut together."""
+        chunks, left = list[_Packed](), _CHUNK
+        for i in ready:
+            if works[i].tree is None and left:
+                tokens = works[i].owner.next_chunk(left)
+                left -= len(tokens)
+                chunks.append(_Packed.of_chunk(i, tokens, works[i].owner.num_heard(len(tokens))))
+        num_read = _CHUNK - left
+        trees = [(i, tree) for i in ready if (tree := works[i].tree) is not None]
+        most = self.info.max_rows + num_read
+        cut = cut_together([tree for _, tree in trees], self.curve, most, num_read, self.meter.explores())
+        packed = list[_Packed]()
+        for (i, _), tree in zip(trees, cut, strict=True):
+            table = works[i].owner.table
+            fitting = tree.cut(table.room)
+            table.reserve(len(fitting))
+            packed.append(_Packed.of_tree(i, fitting))
+        return packed + chunks
 
     def _measure(self) -> None:
         """Time passes of every size on a made-up sequence."""
@@ -203,6 +301,16 @@ class LocalTarget:
         table.reserve(num_rows)
         rows = Pass(self.storage, [Part(table, np.arange(-1, num_rows - 1, dtype=np.int32))])
         self._model.forward(np.zeros(num_rows, np.int32), rows, np.arange(num_rows, dtype=np.int32))
+
+
+@dataclass
+class Counts:
+    """What a worker has done so far: passes, tokens read and tokens whose keys and values were there already, preemptions."""
+
+    num_passes: int = 0
+    num_read: int = 0
+    num_shared: int = 0
+    num_preempted: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,40 +336,74 @@ class _Packed:
 
 
 class LocalSequence:
-    """One open sequence: its KV table, its sampler and its last committed token."""
+    """One open sequence: its tokens, its KV table and its sampler.
+
+    The table holds all tokens but the last, or, while they are being read, a first part of those.
+    """
 
     def __init__(self, target: LocalTarget, request: SequenceRequest) -> None:
         self.curve = target.curve
         self.table = KVTable(target.storage)
+        self.number = target.next_number()
+        self.last_active = time.monotonic()
         self._target = target
         self._request = request
-        self._root = int(request.prompt[-1])
+        self._tokens = request.prompt.astype(np.int32)
+        self._names = target.names_for(request.tenant)
         self._sampler = Sampler(request, target.info.vocab_size, target.info.context_length)
         self._finished = False
         self._heard: list[NDArray[np.int32]] = []
+        self._unheard = len(request.prompt) - 1 - prompt_rows(request)
 
     @property
     def feedback(self) -> Feedback:
         """See engine.target.TargetSequence."""
         return prompt_feedback(self._request, self._heard)
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens before the root that are not in the table."""
+        return len(self._tokens) - 1 - self.table.length
+
+    def share(self) -> int:
+        """Take over what others, or this one before it lost its memory, have computed of the tokens; returns how many.
+
+        It ends before the first row of the prompt whose feedback is still due: such rows are computed for their logits' sake.
+        """
+        end = len(self._tokens) - 1
+        if self._unheard < len(self._request.prompt) - 1:
+            end = self._unheard
+        return self.table.share(self._names.of(self._tokens)[: end // BLOCK])
+
+    def next_chunk(self, most: int) -> NDArray[np.int32]:
+        """The next tokens to be read, at most so many."""
+        first = self.table.length
+        return self._tokens[first : min(first + most, len(self._tokens) - 1)]
+
     def num_heard(self, num_rows: int) -> int:
         """Of how many rows, at the end of the next chunk of `num_rows`, the prompt's feedback needs the logits."""
-        first = len(self._request.prompt) - 1 - prompt_rows(self._request)
-        return min(max(self.table.length + num_rows - first, 0), num_rows)
+        if self._unheard >= len(self._request.prompt) - 1:
+            return 0
+        return min(max(self.table.length + num_rows - self._unheard, 0), num_rows)
 
-    def hear(self, logits: NDArray[np.float32]) -> None:
-        """Take in what the target said along the end of a chunk (float32 [n, vocab])."""
+    def finish_chunk(self, num_rows: int, logits: NDArray[np.float32]) -> None:
+        """Commit the rows of a chunk, and take in what the target said along its end (float32 [n, vocab])."""
+        self._commit(np.arange(num_rows, dtype=np.int32))
         if len(logits):
             self._heard.append(likeliest(logits, self._request.feedback_top_k))
+            self._unheard += len(logits)
+
+    def _commit(self, rows: NDArray[np.int32]) -> None:
+        """Rows of the pass become positions of the sequence; whole blocks can be found by others from here on."""
+        before = self.table.length // BLOCK
+        self.table.keep(rows)
+        self.last_active = time.monotonic()
+        if self.table.length // BLOCK > before:
+            self.table.publish(self._names.of(self._tokens[: self.table.length]))
 
     async def step(self, tree: CandidateTree) -> StepResult:
         """See engine.target.TargetSequence."""
-        if self._finished:
-            raise RuntimeError("the sequence has finished")
-        tree.validate(self._target.info.vocab_size)
-        if tree.position != self.table.length or tree.tokens[0] != self._root:
-            raise ValueError(f"the root must be the last committed token, at position {self.table.length}: {tree.position}")
+        check_step(tree, self._target.info, int(self._tokens[-1]), len(self._tokens) - 1, self._finished)
         tree = tree.cut(self._target.info.max_rows)
         room = self._target.info.context_length - tree.position
         return await self._target.verify(self, tree if len(tree) <= room else _shallow(tree, room))
@@ -279,8 +421,8 @@ class LocalSequence:
         nodes = np.concatenate(([0], taken.path)).astype(np.int32)
         logprobs = self._sampler.logprobs(logits[nodes], taken.tokens)
         self._sampler.commit(taken.tokens)
-        self.table.keep(nodes)
-        self._root = int(taken.tokens[-1])
+        self._tokens = np.concatenate([self._tokens, taken.tokens])
+        self._commit(nodes)
         self._finished = bool(taken.finish)
         if curve is not None:
             self.curve = curve

@@ -46,6 +46,18 @@ def check_request(request: SequenceRequest, info: TargetInfo) -> None:
         raise InvalidRequest(f"stop_token_ids has an id outside [0, {info.vocab_size}): {stray[0]}", "stop_token_ids")
 
 
+def check_step(tree: CandidateTree, info: TargetInfo, root: int, position: int, finished: bool) -> None:
+    """Refuse a tree that does not go on from the last committed token: `root`, at `position`.
+
+    Raises RuntimeError after the sequence finished, ValueError for an ill-formed tree or another root.
+    """
+    if finished:
+        raise RuntimeError("the sequence has finished")
+    tree.validate(info.vocab_size)
+    if tree.position != position or tree.tokens[0] != root:
+        raise ValueError(f"the root must be the last committed token, at position {position}: {tree.position}")
+
+
 class Sampler:
     """The choices of one sequence. Holds what processors need of the prefix, and scratch space of 17 bytes a vocabulary entry.
 

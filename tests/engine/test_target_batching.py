@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import Exhausted
 from engine.target import batching
-from engine.target.batching import Batcher, CostMeter, Work, cut_together
+from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
 from engine.tree import CandidateTree, CostCurve, Draft, with_room
 from tests.engine import oracles_target as oracles
 from tests.speculation import merged, random_draft
@@ -188,26 +189,22 @@ def test_now_and_then_a_pass_explores(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- packing
 
 Log = list[list[str]]
-Answers = list[str | Exception]
+Answers = list[str | Exception | Later]
 
 
 def root(position: int = 3) -> CandidateTree:
     return CandidateTree.root_only(1, position)
 
 
-def piece(count: int = 4) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.zeros(count, np.int32)
-
-
 Body = Callable[[Batcher[str, str], Log], Awaitable[None]]
 
 
-def play(body: Body, answer: Callable[[str], str | Exception] = str.upper) -> Log:
-    """Run `body` with a batcher whose passes are noted: per pass, who was in it (chunks as name+)."""
+def play(body: Body, answer: Callable[[str], str | Exception | Later] = str.upper) -> Log:
+    """Run `body` with a batcher whose passes are noted: per pass, who was in it (wishes to read as name+)."""
     log: Log = []
 
     def run(works: list[Work[str, str]]) -> Answers:
-        log.append([work.owner + ("+" if work.chunk is not None else "") for work in works])
+        log.append([work.owner + ("+" if work.tree is None else "") for work in works])
         return [answer(work.owner) for work in works]
 
     async def main() -> None:
@@ -240,22 +237,65 @@ def test_others_that_may_come_soon_are_waited_for() -> None:
     assert play(body) == [["a", "b"]]
 
 
-def test_one_chunk_a_pass_and_in_turn() -> None:
-    """Prompts are read one chunk a pass, first come first served, beside all trees, so that nobody's stream stands still."""
+def test_wishes_that_wait_keep_their_place() -> None:
+    """LATER: a wish comes again in the next pass, before those that came after it; where all must wait, a call wakes them."""
+    log: Log = []
+    open_to: list[str] = []
 
-    async def body(batcher: Batcher[str, str], log: Log) -> None:
-        async def read(name: str, count: int) -> None:
-            for _ in range(count):
-                await batcher.submit(name, chunk=piece())
+    def run(works: list[Work[str, str]]) -> Answers:
+        log.append([work.owner for work in works])
+        return [work.owner if work.owner in open_to else LATER for work in works]
 
-        async def step(name: str) -> None:
-            for _ in range(3):
-                await batcher.submit(name, root())
+    async def main() -> None:
+        batcher: Batcher[str, str] = Batcher(run)
+        first = asyncio.create_task(batcher.submit("a"))
+        while not log:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(batcher.submit("b", root()))
+        while log[-1] != ["a", "b"]:
+            await asyncio.sleep(0)
+        open_to.append("b")
+        batcher.wake()
+        assert await second == "b" and not first.done()
+        open_to.append("a")
+        batcher.wake()
+        assert await first == "a"
 
-        await asyncio.gather(step("a"), read("x", 2), read("y", 2), step("b"))
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert ["b", "a"] not in log and log[-1] == ["a"]
 
-    log = play(body)
-    assert log == [["a", "b", "x+"], ["a", "b", "y+"], ["a", "b", "x+"], ["y+"]]
+
+def test_admission_is_bounded_and_in_turn() -> None:
+    """So many are in, so many wait, one more is told at once; places go to who waited longest; who goes away takes none."""
+
+    async def main() -> None:
+        door = Admission(2, 3)
+        order: list[str] = []
+
+        async def visit(name: str) -> None:
+            await door.enter()
+            order.append(name)
+
+        await visit("a")
+        await visit("b")
+        tasks = {name: asyncio.create_task(visit(name)) for name in "cde"}
+        await asyncio.sleep(0)
+        assert (door.num_admitted, door.num_waiting) == (2, 3)
+        with pytest.raises(Exhausted, match="2 sequences are open and 3 wait; retry later"):
+            await door.enter()
+        tasks["c"].cancel()
+        await asyncio.sleep(0)
+        assert door.num_waiting == 2
+        door.leave()
+        tasks["d"].cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert order == ["a", "b", "e"], "d went away just when it was its turn, and handed it on"
+        assert (door.num_admitted, door.num_waiting) == (2, 0)
+        door.leave()
+        door.leave()
+        assert door.num_admitted == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_a_caller_that_goes_away_withdraws_its_wish() -> None:
@@ -267,7 +307,7 @@ def test_a_caller_that_goes_away_withdraws_its_wish() -> None:
         await asyncio.sleep(0)
         gone.cancel()
         assert await stays == "STAYS" and gone.cancelled()
-        alone = asyncio.create_task(batcher.submit("alone", chunk=piece()))
+        alone = asyncio.create_task(batcher.submit("alone"))
         await asyncio.sleep(0)
         alone.cancel()
         await asyncio.gather(alone, return_exceptions=True)

@@ -183,6 +183,7 @@ def test_a_long_prompt_is_read_beside_the_others_steps() -> None:
     long = request_of([i % 89 for i in range(370)], max_tokens=4)
     short = request_of(PROMPT, max_tokens=12)
     plain = [speculate(fake(target), request, {})[0] for request in (long, short)]
+    target.storage.forget()
     seen = packs(target)
 
     async def both() -> list[Decoded]:
@@ -228,21 +229,175 @@ def test_what_breaks_in_one_sequence_stays_there() -> None:
     assert seen[-1] == [1, 1] and target.num_open == 0
 
 
-def test_full_memory_hits_only_its_owner() -> None:
-    """When blocks run out, the sequence that needs one gets Exhausted and the other, packed with it, goes on to its end."""
+def test_full_memory_delays_who_came_later() -> None:
+    """When blocks run out, the later of two sequences gives up its own, waits, reads again, and says the same."""
     target = local(num_blocks=4)
-    big = request_of([i % 80 for i in range(129)], max_tokens=60)
-    small = request_of(PROMPT, max_tokens=100)
+    big = request_of([i % 80 for i in range(129)], SamplingParams(0.8, seed=2), max_tokens=60, num_logprobs=0)
+    small = request_of(PROMPT, max_tokens=100, num_logprobs=0)
     plain = [speculate(fake(target), request, {})[0] for request in (big, small)]
 
-    async def both() -> list[Any]:
-        return await asyncio.gather(decode(target, small, {}), decode(target, big, {}), return_exceptions=True)
+    async def both() -> list[Decoded]:
+        return await asyncio.gather(decode(target, small, {}), decode(target, big, {}))
 
-    for _ in range(2):
-        found = asyncio.run(both())
-        assert sorted(isinstance(result, Exhausted) for result in found) == [False, True]
-        assert found[0] == plain[1] or found[1] == plain[0]
+    for turn in range(2):
+        target.storage.forget()
+        assert asyncio.run(both()) == plain[::-1]
+        assert target.counts.num_preempted == turn + 1
         assert target.num_open == 0
+        target.check()
+
+
+@pytest.mark.parametrize("forget", [True, False], ids=["forgotten", "kept"])
+def test_preemption_at_any_step_changes_nothing(forget: bool) -> None:
+    """A sequence that loses its memory before any step reads its tokens again and says the same, log-probabilities included."""
+    target = local()
+    request = request_of([i % 80 for i in range(140)], SamplingParams(0.9, seed=6), max_tokens=12, num_logprobs=1)
+    plain, _ = speculate(fake(target), request, {})
+    sources = sources_for(fake(target), request.prompt.tolist(), plain.tokens)
+
+    async def run(at: int) -> Decoded:
+        session = Session(request.prompt, list(sources), Calibration(), 6)
+        logprobs: list[float] = []
+        async with target.open(request) as sequence:
+            while not session.finished:
+                if session.tally.num_steps == at:
+                    target.preempt(sequence)
+                    if forget:
+                        target.storage.forget()
+                    assert sequence.num_missing == len(session.tokens) - 1
+                drafts = [ask(source, session.tokens, target.info.vocab_size) for source in sources.values()]
+                result = await sequence.step(session.tree(drafts, sequence.curve))
+                logprobs.extend([] if result.logprobs is None else result.logprobs.chosen.tolist())
+                session.commit(result)
+                target.check()
+        return Decoded(session.tokens[len(request.prompt) :].tolist(), session.finish, logprobs)
+
+    for at in range(4):
+        assert asyncio.run(run(at)) == plain
+    assert target.counts.num_preempted >= 3
+    target.check()
+
+
+def test_many_sequences_in_little_memory() -> None:
+    """Nine sequences where three fit, drafts and prompts of several blocks, some cancelled: `==`, every block comes back."""
+    target = local(num_blocks=7)
+    rng = np.random.default_rng(4)
+    requests = [
+        request_of(rng.integers(0, 90, 20 + 17 * i).tolist(), SamplingParams(0.7, seed=i), max_tokens=40, num_logprobs=0)
+        for i in range(9)
+    ]
+    plain = [speculate(fake(target), request, {})[0] for request in requests]
+    target.storage.forget()
+
+    async def together() -> list[Any]:
+        tasks = []
+        for request, alone in zip(requests, plain, strict=True):
+            sources = sources_for(fake(target), request.prompt.tolist(), alone.tokens)
+            right = {label: sources[label] for label in ("perfect", "partial")}  # others ask the model, and need memory
+            tasks.append(asyncio.create_task(decode(target, request, right)))
+        for turn in range(40):
+            await asyncio.sleep(0)
+            target.check()
+            if turn in (9, 30):
+                tasks[turn // 10].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = asyncio.run(together())
+    for i, (result, alone) in enumerate(zip(found, plain, strict=True)):
+        assert result == alone or (i in (0, 3) and isinstance(result, asyncio.CancelledError))
+    assert target.counts.num_preempted and target.num_open == 0
+    target.check()
+
+
+def test_an_idle_sequence_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came first, and whose engine is silent, does not keep others from their memory for ever."""
+    monkeypatch.setattr("engine.target.local._IDLE", 0.01)
+    target = local(num_blocks=4)
+    first, second = request_of([1] * 100, max_tokens=20), request_of([2] * 100, max_tokens=90)
+    plain = [speculate(fake(target), request, {})[0].tokens for request in (first, second)]
+
+    async def run() -> list[int]:
+        async with target.open(first) as silent:
+            assert (await decode(target, second, {})).tokens == plain[1]
+            assert silent.num_missing == 99
+            token, said = 1, list[int]()
+            while len(said) < 20:
+                result = await silent.step(CandidateTree.root_only(token, 99 + len(said)))
+                said += result.tokens.tolist()
+                token = said[-1]
+            return said
+
+    assert asyncio.run(run()) == plain[0]
+    target.check()
+
+
+def test_beginnings_are_read_once() -> None:
+    """A text that begins like an earlier one of its tenant takes over its whole blocks, answers included: `==`, and counted."""
+    target = local()
+    text = [i % 77 for i in range(150)]
+    first = request_of(text, SamplingParams(0.8, seed=1), max_tokens=60, num_logprobs=0)
+    plain, _ = speculate(fake(target), first, {})
+    longer = request_of(text + plain.tokens + [5], max_tokens=8, num_logprobs=0)
+    expected, _ = speculate(fake(target), longer, {})
+    assert target.counts.num_shared == 192, "150 of the prompt and 59 of the answer, in whole blocks"
+    target.storage.forget()
+    assert speculate(fake(target), longer, {})[0] == expected and target.counts.num_shared == 192
+
+    for request, shared in ((first, 128), (replace(first, tenant="other"), 0), (replace(first, tenant="other"), 128)):
+        before, read = target.counts.num_shared, target.counts.num_read
+        assert speculate(fake(target), request, {})[0] == plain
+        assert target.counts.num_shared - before == shared and target.counts.num_read - read == 149 - shared
+    target.check()
+
+
+def test_rows_whose_feedback_is_wanted_are_read_again() -> None:
+    """The prompt's end is heard alike whether its beginning was there or not; reuse ends before the first row that is heard."""
+    target = local()
+    request = replace(request_of([i % 77 for i in range(200)], max_tokens=4), feedback_top_k=3, feedback_prompt=20)
+    heard = []
+
+    async def run() -> None:
+        async with target.open(request) as sequence:
+            heard.append(sequence.feedback)
+
+    for shared in (0, 128, 256):
+        asyncio.run(run())
+        assert target.counts.num_shared == shared
+    for one in heard:
+        assert np.array_equal(one.top_ids, heard[0].top_ids) and one.nodes.tolist() == [i % 77 for i in range(179, 199)]
+
+
+def test_who_reads_beside_another_shares_as_it_goes() -> None:
+    """Three requests with one long prompt at a time: what one has read the others need not read again."""
+    target = local()
+    request = request_of([i % 77 for i in range(370)], max_tokens=3)
+    plain, _ = speculate(fake(target), request, {})
+    target.storage.forget()
+    before = target.counts.num_read
+
+    async def together() -> list[Decoded]:
+        return await asyncio.gather(*(decode(target, request, {}) for _ in range(3)))
+
+    assert asyncio.run(together()) == [plain] * 3
+    assert target.counts.num_read - before < 2 * 370
+    target.check()
+
+
+def test_the_least_used_beginning_is_forgotten_first() -> None:
+    """Where memory is needed, idle blocks go by when they were last used, and the end of a text before its beginning."""
+    target = local(num_blocks=6)
+    texts = {name: request_of([token] * 129, max_tokens=1) for name, token in (("a", 1), ("b", 2), ("c", 3))}
+
+    def shared(name: str) -> int:
+        before = target.counts.num_shared
+        speculate(fake(target), texts[name], {})
+        return target.counts.num_shared - before
+
+    assert [shared(name) for name in "abab"] == [0, 0, 128, 128]
+    assert shared("c") == 0
+    assert shared("b") == 128
+    assert shared("a") == 64, "c took a free block, and the end of a, used longest ago"
+    target.check()
 
 
 def test_memory_that_ends_within_a_tree_cuts_the_tree() -> None:
