@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2_grpc
@@ -48,3 +50,11 @@ def add_health(server: grpc.aio.Server, *files: FileDescriptor) -> health.aio.He
     names = [service.full_name for file in files for service in file.services_by_name.values()]
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return servicer
+
+
+def read_pem(file: Path | None) -> bytes | None:
+    """The bytes of a key or certificate, None for None. Raises ConfigError."""
+    try:
+        return None if file is None else file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read: {file}: {error.strerror}; name a PEM file") from None

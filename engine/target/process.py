@@ -1,7 +1,7 @@
 """Starts a worker as a child process and connects to it over a Unix socket that only this user can reach.
 
-Call it before the process creates a gRPC server or channel of its own: gRPC's threads do not survive a fork. The child ends
-with this process, whatever ends it: it holds a pipe whose other end is here (see `engine.spawn.end_with_parent`).
+The child ends with this process, whatever ends it: it holds a pipe whose other end is here (see `engine.spawn.end_with_parent`).
+As one of a fleet it is started anew when it dies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ModelError, WorkerLost
+from engine.target.fleet import Connected, Place
 from engine.target.remote import RemoteTarget
 
 SPIN_COUNT = "10000"
 """How long an idle thread of the worker's team spins for the next product: through the gaps within a pass (some 50
 microseconds), but not through those between passes, when this process needs the cores. A GOMP_SPINCOUNT that is set wins."""
+MOST_FAILURES = 5
+"""Deaths and failed starts in a row, without a minute of life between them, after which the worker is given up."""
 START_SECONDS = 600.0
 """A large model may have to be read from a slow disk."""
 STOP_SECONDS = 5.0
@@ -47,6 +50,17 @@ class WorkerProcess:
         code = await self.process.wait()
         await asyncio.shield(self._relay)
         return code
+
+    async def lost(self) -> str:
+        """Returns, with the reason, once the worker has ended or its connection broke."""
+        ended = asyncio.create_task(self.wait())
+        broken = asyncio.create_task(self.target.lost())
+        try:
+            await asyncio.wait([ended, broken], return_when=asyncio.FIRST_COMPLETED)
+            return f"it ended with exit code {ended.result()}" if ended.done() else broken.result()
+        finally:
+            ended.cancel()
+            broken.cancel()
 
     async def close(self) -> None:
         """Disconnect, ask the worker to end, and make it end after a few seconds. Safe to call twice."""
@@ -103,3 +117,13 @@ async def start_worker(args: Sequence[str], timeout: float = START_SECONDS) -> W
     finally:
         ended.cancel()
     return worker
+
+
+def place(args: Sequence[str]) -> Place:
+    """A worker process of one's own, as one of a fleet."""
+
+    async def connect() -> Connected:
+        worker = await start_worker(args)
+        return Connected(worker.target, worker.lost, worker.close)
+
+    return Place("worker process", connect, MOST_FAILURES)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftloom.v1 import target_pb2, target_pb2_grpc
 from engine.drafters import Feedback
 from engine.errors import WorkerLost
 from engine.server.errors import from_rpc_error
-from engine.server.listen import MAX_MESSAGE_BYTES
+from engine.server.listen import MAX_MESSAGE_BYTES, read_pem
 from engine.target import SequenceRequest, StepResult, TargetInfo, wire
+from engine.target.fleet import Connected, Place
 from engine.tree import CandidateTree, CostCurve
 
 OPTIONS: list[tuple[str, int]] = [
@@ -31,6 +34,8 @@ OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+CONNECT_SECONDS = 3.0
+"""How long a fleet waits for a worker to answer before it says that nobody is there, and tries again."""
 CLOSE_SECONDS = 1.0
 """How long leaving a sequence waits for the worker to say that its memory is free."""
 
@@ -41,15 +46,27 @@ class RemoteTarget:
     def __init__(self, channel: grpc.aio.Channel, info: TargetInfo) -> None:
         self.info = info
         self._channel = channel
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._decode: Any = target_pb2_grpc.TargetServiceStub(channel).Decode
 
     @staticmethod
-    async def connect(address: str, timeout: float = 30.0) -> RemoteTarget:
-        """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer. Raises WorkerLost."""
-        channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+    async def connect(
+        address: str, timeout: float = 30.0, credentials: grpc.ChannelCredentials | None = None
+    ) -> RemoteTarget:
+        """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer.
+
+        Without `credentials` (see `tls`) the connection is plain text. Raises WorkerLost, and ConfigError for a worker of another
+        version.
+        """
+        if credentials is None:
+            channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        else:
+            channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         try:
-            message = await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=timeout, wait_for_ready=True)
+            info = wire.info_from_wire(
+                await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=timeout, wait_for_ready=True)
+            )
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -58,7 +75,7 @@ class RemoteTarget:
         except BaseException:
             await channel.close()
             raise
-        return RemoteTarget(channel, wire.info_from_wire(message))
+        return RemoteTarget(channel, info)
 
     @asynccontextmanager
     async def open(self, request: SequenceRequest) -> AsyncIterator[RemoteSequence]:
@@ -73,6 +90,19 @@ class RemoteTarget:
             await _finish(call)
         finally:
             call.cancel()
+
+    async def lost(self) -> str:
+        """Returns, with the reason, once the worker is gone, or says that it takes no new sequences."""
+        watching = self._health.Watch(health_pb2.HealthCheckRequest())
+        try:
+            async for answer in watching:
+                if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                    return "it takes no new sequences: it is about to end"
+            return "it ended"
+        except grpc.aio.AioRpcError as error:
+            return str(from_rpc_error(error))
+        finally:
+            watching.cancel()
 
     async def close(self) -> None:
         """End the connection; sequences still open raise WorkerLost."""
@@ -127,3 +157,19 @@ async def _finish(call: Any) -> None:
             await call.code()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
         return
+
+
+def tls(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials:
+    """Credentials for TLS: `ca` says whose certificates to believe (None: the system's), `cert` and `key` who we are (None: not
+    said). Raises ConfigError for a file that cannot be read."""
+    return grpc.ssl_channel_credentials(read_pem(ca), read_pem(key), read_pem(cert))
+
+
+def place(address: str, credentials: grpc.ChannelCredentials | None = None) -> Place:
+    """A worker at an address, as one of a fleet."""
+
+    async def connect() -> Connected:
+        target = await RemoteTarget.connect(address, CONNECT_SECONDS, credentials)
+        return Connected(target, target.lost, target.close)
+
+    return Place(address, connect)

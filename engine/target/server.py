@@ -1,4 +1,4 @@
-"""A worker as a process of its own: any target behind draftloom.v1.TargetService.
+"""A worker as a process of its own: any target behind draftloom.v1.TargetService. `draftloom worker` is the same for people.
 
     python -m engine.target.server --address unix:/run/worker.sock --model smollm2-135m --dtype int8
 
@@ -14,20 +14,24 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health, health_pb2
 
 from draftloom.v1 import target_pb2, target_pb2_grpc
-from engine.errors import EngineError, InvalidRequest
+from engine.config import is_loopback
+from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.server.interceptors import Context, Guard
-from engine.server.listen import OPTIONS, add_health, bind
+from engine.server.listen import OPTIONS, add_health, bind, read_pem
 from engine.spawn import end_with_parent
 from engine.target import Target, TargetSequence, wire
 
 log = logging.getLogger("draftloom.worker")
 
 STOP_SECONDS = 5.0
+SETTLE_SECONDS = 0.2
+"""For the last response to leave."""
 
 
 class TargetService(target_pb2_grpc.TargetServiceServicer):
@@ -65,18 +69,40 @@ async def _step(sequence: TargetSequence, message: target_pb2.StepRequest) -> ta
     return target_pb2.DecodeResponse(step=wire.step_to_wire(result))
 
 
-async def serve_target(target: Target, address: str) -> grpc.aio.Server:
-    """Serve `target` at `address`; returns the started server, healthy. Stopping it leaves `target` open.
+class TargetServer:
+    """A started server of a target, healthy; see `serve_target`."""
+
+    def __init__(self, server: grpc.aio.Server, guard: Guard, health_servicer: health.aio.HealthServicer, address: str) -> None:
+        self._server = server
+        self._guard = guard
+        self._health = health_servicer
+        self.address = address
+        """Where engines connect: the address asked for, with the port that was chosen for port 0."""
+
+    async def stop(self, seconds: float | None) -> None:
+        """Take no new sequences, give those that are open `seconds` (None: none) to end, cancel the rest."""
+        await self._health.enter_graceful_shutdown()
+        stopping = asyncio.create_task(self._server.stop(seconds))
+        idle = asyncio.create_task(self._guard.idle())  # those who watch the health are not waited for
+        await asyncio.wait([stopping, idle], return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await self._server.stop(SETTLE_SECONDS if seconds else None)
+        await stopping
+
+
+async def serve_target(target: Target, address: str, credentials: grpc.ServerCredentials | None = None) -> TargetServer:
+    """Serve `target` at `address`. Stopping the server leaves `target` open.
 
     Raises ConfigError if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=[Guard()], options=OPTIONS)
+    guard = Guard()
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(target), server)
-    health = add_health(server, target_pb2.DESCRIPTOR)
-    await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    bind(server, address)
+    health_servicer = add_health(server, target_pb2.DESCRIPTOR)
+    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    bound = bind(server, address, credentials)
     await server.start()
-    return server
+    return TargetServer(server, guard, health_servicer, bound)
 
 
 def load(args: argparse.Namespace) -> Target:
@@ -96,12 +122,35 @@ async def run(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    credentials = tls(args.tls_cert, args.tls_key, args.tls_ca)
     target = load(args)
-    server = await serve_target(target, args.address)
-    log.info("worker for %s at %s", target.info.model, args.address)
+    server = await serve_target(target, args.address, credentials)
+    log.info("worker for %s at %s", target.info.model, server.address)
     await stopped.wait()
-    await server.stop(STOP_SECONDS)
+    await server.stop(args.drain_seconds)
     await target.close()
+
+
+def tls(cert: Path | None, key: Path | None, ca: Path | None) -> grpc.ServerCredentials | None:
+    """Who the worker says it is, and whose certificates an engine must show (`ca`; None: it need show none). None is plain text.
+
+    Raises ConfigError for one without the other, and for a file that cannot be read.
+    """
+    if (cert is None) != (key is None) or (ca is not None and cert is None):
+        raise ConfigError("TLS needs both --tls-cert and --tls-key; --tls-ca comes on top of them")
+    if cert is None:
+        return None
+    pair = read_pem(key), read_pem(cert)
+    return grpc.ssl_server_credentials([pair], read_pem(ca), require_client_auth=ca is not None)
+
+
+def check_address(address: str, encrypted: bool, insecure: bool) -> None:
+    """Raise ConfigError for an address that others reach, in plain text, unless that is wanted."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host and not (address.startswith("unix:") or encrypted or insecure or is_loopback(host)):
+        raise ConfigError(
+            f"not a loopback address, and connections are plain text: {address}; give --tls-cert and --tls-key, or --insecure"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,6 +163,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", type=int, default=2 << 30, help="bytes for keys and values of open sequences")
     parser.add_argument("--fake", action="store_true", help="a hashed language model without weights, for tests")
     parser.add_argument("--fake-vocab", type=int, default=64, help="its vocabulary")
+    parser.add_argument("--tls-cert", type=Path, help="certificate of the worker (PEM)")
+    parser.add_argument("--tls-key", type=Path, help="its key")
+    parser.add_argument("--tls-ca", type=Path, help="whose certificates an engine must show")
+    parser.add_argument("--insecure", action="store_true", help="allow plain text beyond loopback")
+    parser.add_argument("--drain-seconds", type=float, default=STOP_SECONDS, help="for open sequences to end, at SIGTERM")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input ends")
     return parser
 
@@ -124,10 +178,16 @@ def main(argv: list[str] | None = None) -> int:
     if not args.fake and not args.model:
         parser().error("--model is needed: the name, folder or file of a model (or --fake)")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    return start(args)
+
+
+def start(args: argparse.Namespace) -> int:
+    """Serve what `args` (see `parser`) ask for, until SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if args.with_parent:
         end_with_parent(at_once=True)
     try:
+        check_address(args.address, args.tls_cert is not None, args.insecure)
         asyncio.run(run(args))
     except EngineError as error:
         print(f"worker: {error}", file=sys.stderr)

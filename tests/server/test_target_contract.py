@@ -20,7 +20,8 @@ from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
 from engine.errors import InvalidRequest, PromptTooLong, WorkerLost
 from engine.target import SequenceRequest, StepResult, Target, TargetSequence
 from engine.target.fake import FakeTarget
-from engine.target.remote import RemoteTarget
+from engine.target.fleet import Fleet
+from engine.target.remote import RemoteTarget, place
 from engine.target.server import serve_target
 from engine.tree import LOOKAHEAD, CandidateTree, CostCurve
 from tests.server.scripted import eventually
@@ -102,11 +103,29 @@ def remote(inner: Callable[[Path], AbstractAsyncContextManager[Rig]]) -> Callabl
     return factory
 
 
+def fleet(num_workers: int) -> Callable[[Path], AbstractAsyncContextManager[Rig]]:
+    """Fakes behind gRPC, as one target."""
+
+    @asynccontextmanager
+    async def factory(tmp_path: Path) -> AsyncIterator[Rig]:
+        fakes = [FakeTarget(64, context_length=CONTEXT, sharpness=2.0) for _ in range(num_workers)]
+        servers = [await serve_target(each, f"unix:{tmp_path}/{i}.sock") for i, each in enumerate(fakes)]
+        target = Fleet([place(server.address) for server in servers])
+        await target.start()
+        yield Rig(target, lambda: sum(each.num_open for each in fakes))
+        await target.close()
+        for server in servers:
+            await server.stop(None)
+
+    return factory
+
+
 TARGETS: dict[str, Callable[[Path], AbstractAsyncContextManager[Rig]]] = {
     "fake": fake,
     "local-float32": lambda tmp_path: local(tmp_path, "float32"),
     "local-int8": lambda tmp_path: local(tmp_path, "int8"),
     "remote-fake": remote(fake),
+    "fleet": fleet(2),
     "remote-local": remote(lambda tmp_path: local(tmp_path, "int8")),
 }
 
