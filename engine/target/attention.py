@@ -77,9 +77,7 @@ class Pass:
         self.tables = np.concatenate([part.table.blocks for part in parts]).astype(np.int32)
         self.sequences = np.array([(self.firsts[i], part.table.length, offsets[i]) for i, part in enumerate(parts)], np.int32)
 
-    def mix(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
+    def mix(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `Mixes`. Raises ModelError for heads wider than the storage has room for."""
         dim, width = self.storage.head_dim, value.shape[-1]
         if max(key.shape[-1], width) > dim:
@@ -133,7 +131,8 @@ class Pass:
         out = np.empty((rows, heads, dim), np.float32)
         kernels.attend_all(
             threads.team(), self.items, query, self.storage.keys[layer], self.storage.values[layer], self.tables,
-            self.sequences, self.starts, self.ancestors, window, np.array([scale], np.float32), np.array([softcap], np.float32), sinks, out,
+            self.sequences, self.starts, self.ancestors, window,
+            np.array([scale], np.float32), np.array([softcap], np.float32), sinks, out,
         )  # fmt: skip
         return out
 
@@ -153,9 +152,7 @@ def _ancestors(parents: NDArray[np.int32]) -> list[NDArray[np.int32]]:
 class Mixes(Protocol):
     """What a pass is to a layer's attention."""
 
-    def mix(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
+    def mix(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
         """[1, rows, heads, value width], shapes as in `tree_attention`; keys and values are kept for later passes."""
         ...
 
@@ -206,12 +203,14 @@ def tree_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of one layer over a pass. query [1, heads, rows, width]; key [1, kv heads, rows, width], value of any width.
+    """The attention of one layer over a pass. query [1, heads, rows, width]; key and value [1, kv heads, rows, their width].
 
     Soft caps, sliding windows, sinks (`s_aux` [heads]) and keys and values of unlike width are honoured. Raises ModelError for
     whatever else a model asks of its attention (a mask of its own, dropout, a bias), naming it: nothing is ignored.
     """
-    asked = dict(kwargs, dropout=dropout or None, attention_mask=attention_mask, is_causal=False if is_causal is False else None)
+    asked = dict(
+        kwargs, dropout=dropout or None, attention_mask=attention_mask, is_causal=False if is_causal is False else None
+    )
     unknown = [name for name, setting in asked.items() if setting is not None and name not in _IDLE]
     if unknown or key.shape[:-1] != value.shape[:-1] or query.shape[0] != 1:
         what = ", ".join(unknown) or f"keys {tuple(key.shape)} and values {tuple(value.shape)}"

@@ -88,9 +88,7 @@ class _WatchedPass(Pass):
         self.windows[layer] = window
         return super().decoder_layer(layer, x, window, *rest)
 
-    def attend(
-        self, layer: int, query: NDArray[np.float32], window: int, scale: float, *rest: Any
-    ) -> NDArray[np.float32]:
+    def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float, *rest: Any) -> NDArray[np.float32]:
         self.windows[layer] = window
         return super().attend(layer, query, window, scale, *rest)
 

@@ -5,7 +5,7 @@ needs to know of its sequences goes there in one pinned transfer (`Layout`); wha
 (`Layout.sees`), which FlexAttention compiles into its kernel, and which `gathered_attention` writes out as a mask for the pages
 in use. The token of every row is chosen on the device (`choose_all`), so that only ids come back, once a pass.
 
-Nothing here is CUDA's alone but graphs, pinned memory and the compiled kernel: on `cpu` the same code runs without them, which is
+Nothing here is CUDA's alone but graphs, pinned memory and the compiled kernel: on `cpu` the same code runs without; that is
 how it is tested. Sums depend on the number of rows, so nothing is strict here: texts with and without drafts are equal except
 at near-ties.
 """
@@ -42,7 +42,7 @@ _QUERY_BLOCK = 128
 class DeviceStorage(KVStorage):
     """Keys and values of all layers on a device: [1, kv heads, slots, head dim] each, page b being slots b * BLOCK and on.
 
-    One position costs 2 x layers x kv heads x head dim numbers of `dtype`. One page beyond those that tables can have takes what
+    One position costs 2 x layers x kv heads x head dim numbers of `dtype`. One page beyond those of tables takes what
     rows that only fill up a pass write. The accounts of pages are those of `KVStorage`, whose own arrays are one number a
     position here, never touched. Raises Exhausted where `memory` bytes hold no page.
     """
@@ -90,7 +90,7 @@ class Layout:
 
     By row: `tokens`, `positions`, `slots` (where its key goes), `owner` (which sequence), `length` (its prefix), `first` (its
     sequence's first row) and `above` [rows, words], a bit for each row of the pass that it descends from or is. By page in use:
-    `pages` and, for each owner, `logical` [owners, columns], which page of the sequence that is (-1: none of its). A column is a
+    `pages` and, for each owner, `logical` [owners, columns], which page of the sequence that is (-1: none). A column is a
     page in use, or with `physical` a page of the storage. `page_count` is how many are in use.
 
     Rows that only fill up are a sequence of their own without a prefix, all in the spare page.
@@ -193,11 +193,14 @@ class DevicePass:
         keys[:, :, slots] = _widened(key, dim).to(keys.dtype)
         values[:, :, slots] = _widened(value, dim).to(values.dtype)
         query = _widened(query, dim).to(keys.dtype)
-        attend = flexible_attention if self._layout.physical else gathered_attention
-        if scores.window not in self._masks:
-            make = block_mask if self._layout.physical else dense_mask
-            self._masks[scores.window] = make(self._layout, scores.window)
-        mixed = attend(query, keys, values, self._layout, self._masks[scores.window], scores)
+        flexible, window = self._layout.physical, scores.window
+        if window not in self._masks:
+            self._masks[window] = block_mask(self._layout, window) if flexible else dense_mask(self._layout, window)
+        mask = self._masks[window]
+        if flexible:
+            mixed = flexible_attention(query, keys, values, mask, scores)
+        else:
+            mixed = gathered_attention(query, keys, values, self._layout, mask, scores)
         return mixed[..., :width].transpose(1, 2)
 
 
@@ -258,7 +261,7 @@ _compiled: Callable[..., Any] | None = None
 
 
 def flexible_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, mask: BlockMask, scores: Scores
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: BlockMask, scores: Scores
 ) -> torch.Tensor:
     """Attention by FlexAttention, straight from the pages: [1, heads, rows, dim]. On the CPU its own uncompiled twin runs."""
     global _compiled

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import ReLUSquaredActivation, SiLUActivation
+from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
 
 from engine.errors import ModelError
 from engine.target import attention, check, kernels, packed, quantize
@@ -201,9 +201,14 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
             if id(parameter) not in linear
             and not (parameter is head.weight and parameter is not getattr(embedding, "weight", None))
         }
-    network.set_output_embeddings(quantize.Int8Linear(weights.matrix("head", [head])))
-    if type(embedding) is nn.Embedding:
-        network.set_input_embeddings(quantize.StoredEmbedding(embedding.weight.to(stored)))
+    int8_head = quantize.Int8Linear(weights.matrix("head", [head]))
+    cap = getattr(network.config, "final_logit_softcapping", None)
+    network.set_output_embeddings(quantize.CappedHead(int8_head, cap) if cap else int8_head)
+    if cap:  # the head does it
+        network.config.final_logit_softcapping = None
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    if type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and scale is not None):
+        network.set_input_embeddings(quantize.StoredEmbedding(embedding.weight.to(stored), 1.0 if scale is None else scale))
     for name, module in list(network.named_modules()):
         if _is_llama_layer(module):
             mixer, mlp = module.self_attn, module.mlp
@@ -220,10 +225,11 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
         if _is_gated_mlp(module):
             gate_up = weights.matrix(f"{name}.gate_up", [module.gate_proj, module.up_proj], gated=True)
             _replace(network, name, quantize.Int8GatedMLP(gate_up, weights.matrix(f"{name}.down", [module.down_proj])))
-        elif _is_rms_norm(module):
-            _replace(network, name, quantize.StrictRMSNorm(module.weight, float(module.variance_epsilon)))
+        elif (norm := _rms_norm_parts(module)) is not None:
+            _replace(network, name, quantize.StrictRMSNorm(*norm))
         elif name.rpartition(".")[2] == "rotary_emb":
-            if getattr(module, "rope_type", "default") in ("default", "linear", "llama3", "yarn"):
+            kinds = getattr(module, "rope_type", "default")
+            if set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= {"default", "linear", "llama3", "yarn"}:
                 _replace(network, name, quantize.RotaryTable(module))
             else:
                 reasons.append(f"{name} depends on the length of the sequence")
@@ -239,6 +245,8 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.SiLU | SiLUActivation):
             _replace(network, name, quantize.StrictSiLU())
+        elif isinstance(module, GELUTanh):
+            _replace(network, name, quantize.StrictGELU())
     for name, module in network.named_modules():
         computes = any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children())
         if computes and not isinstance(module, _STRICT) and name.rpartition(".")[2] != "rotary_emb":
@@ -263,6 +271,8 @@ _STRICT = (
     quantize.RotaryTable,
     quantize.StoredEmbedding,
     quantize.StrictSiLU,
+    quantize.StrictGELU,
+    quantize.CappedHead,
     nn.Dropout,
     nn.Identity,
     nn.ReLU,
@@ -286,15 +296,28 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Computes what `StrictRMSNorm` does, as a probe shows; norms of other formulas (1 + weight, say) do not."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    """Computes x / sqrt(mean(x^2) + variance_epsilon) * weight, as in Llama."""
+    return hasattr(module, "variance_epsilon") and _rms_norm_parts(module, (0.0,)) is not None
+
+
+def _rms_norm_parts(module: nn.Module, shifts: tuple[float, ...] = (0.0, 1.0)) -> tuple[torch.Tensor, float] | None:
+    """(weight, epsilon) with which `StrictRMSNorm` computes what a module does, as a probe shows; None for any other module.
+
+    Norms differ in what they multiply by: the weight, or (Gemma) 1 + weight.
+    """
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float) or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
-        return False
+        return None
     probe = torch.linspace(-2.0, 3.0, weight.shape[0])[None]
-    out = np.empty((1, weight.shape[0]), np.float32)
-    kernels.rms_norm(probe.numpy(), weight.detach().float().numpy(), np.float32(eps), out)
     with torch.inference_mode():
-        return bool(np.allclose(module(probe).float().numpy(), out, rtol=1e-4, atol=1e-5))
+        expected = module(probe).float().numpy()
+    for shift in shifts:
+        factor = weight.detach().float() + shift
+        out = np.empty((1, weight.shape[0]), np.float32)
+        kernels.rms_norm(probe.numpy(), factor.numpy(), np.float32(eps), out)
+        if np.allclose(expected, out, rtol=1e-4, atol=1e-5):
+            return factor, eps
+    return None
 
 
 def _replace(network: nn.Module, name: str, module: nn.Module) -> None:

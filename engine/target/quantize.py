@@ -247,10 +247,39 @@ class StrictSiLU(nn.Module):
         return torch.from_numpy(flat / (np.float32(1.0) + power)).view(x.shape)
 
 
+class StrictGELU(nn.Module):
+    """GELU in its tanh form, x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3), by the kernels' e^x."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1).numpy()
+        power = np.empty_like(flat)
+        kernels.exp_rows(_GELU * (flat + _GELU_CUBE * (flat * flat * flat)), power)
+        return torch.from_numpy(flat / (np.float32(1.0) + power)).view(x.shape)
+
+
+_GELU, _GELU_CUBE = np.float32(-2.0 * np.sqrt(2.0 / np.pi)), np.float32(0.044715)
+
+
+class CappedHead(nn.Module):
+    """An output head with logits bounded to cap x tanh(logit / cap), by the kernels' e^x. Gemma 2 does so after its head."""
+
+    def __init__(self, head: Int8Linear, cap: float) -> None:
+        super().__init__()
+        self._head, self._cap = head, np.float32(cap)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self._head(x)
+        flat = logits.reshape(-1).numpy()
+        power = np.empty_like(flat)
+        kernels.exp_rows(np.float32(2.0) * flat / self._cap, power)
+        return torch.from_numpy(self._cap * (np.float32(1.0) - np.float32(2.0) / (power + np.float32(1.0)))).view(logits.shape)
+
+
 class RotaryTable(nn.Module):
     """cos and sin of positions, computed for 256 neighbours at a time, so that no pass computes them in another shape.
 
-    The 64 groups used last are kept: 16 MiB for heads of 128. A position's values are float32 [dim] each.
+    The 64 groups used last are kept: 16 MiB for heads of 128. A position's values are float32 [dim] each. Where kinds of layers
+    turn by different angles (Gemma 3, OLMo 3), each kind has groups of its own.
     """
 
     _GROUP, _KEPT = 256, 64
@@ -258,38 +287,42 @@ class RotaryTable(nn.Module):
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self._rotary = [rotary]  # not a submodule: it has nothing to be exchanged or converted
-        self._groups: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, str | None], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         positions = position_ids[0]
         groups = positions // self._GROUP
         wanted = groups.unique().tolist()
         if len(wanted) == 1:
             at = positions - wanted[0] * self._GROUP
-            cos, sin = self._group(wanted[0])
+            cos, sin = self._group(wanted[0], layer_type)
             return cos[at][None], sin[at][None]
-        found = [self._group(group) for group in wanted]
+        found = [self._group(group, layer_type) for group in wanted]
         at = torch.searchsorted(torch.tensor(wanted), groups) * self._GROUP + positions % self._GROUP
         return torch.cat([cos for cos, _ in found])[at][None], torch.cat([sin for _, sin in found])[at][None]
 
-    def _group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _group(self, group: int, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [_GROUP, dim], of the positions from group * _GROUP on."""
-        if group not in self._groups:
+        key = group, kind
+        if key not in self._groups:
             positions = torch.arange(group * self._GROUP, (group + 1) * self._GROUP)[None]
-            cos, sin = self._rotary[0](torch.zeros(1, 1, 1), positions)
-            self._groups[group] = cos[0].contiguous(), sin[0].contiguous()
+            cos, sin = self._rotary[0](torch.zeros(1, 1, 1), positions, *(() if kind is None else (kind,)))
+            self._groups[key] = cos[0].contiguous(), sin[0].contiguous()
             if len(self._groups) > self._KEPT:
                 self._groups.popitem(last=False)
-        self._groups.move_to_end(group)
-        return self._groups[group]
+        self._groups.move_to_end(key)
+        return self._groups[key]
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding table kept in the dtype it came in, its rows widened to float32 on the way out."""
+    """An embedding table kept in the dtype it came in, its rows widened to float32 on the way out, and times `scale`."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
-        self._weight = weight.detach()
+        self._weight, self._scale = weight.detach(), scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(ids, self._weight).float()
+        rows = nn.functional.embedding(ids, self._weight).float()
+        return rows if self._scale == 1.0 else rows * self._scale

@@ -165,7 +165,14 @@ def test_all_choices_at_once_are_those_of_the_host() -> None:
             expected = int(np.nanargmax(logits[row]))
         else:
             expected = core_kernels.choose(
-                logits[row], choices.temperature[row], 0, 1.0, choices.min_p[row], choices.seed[row], choices.position[row], *scratch
+                logits[row],
+                choices.temperature[row],
+                0,
+                1.0,
+                choices.min_p[row],
+                choices.seed[row],
+                choices.position[row],
+                *scratch,
             )
         assert found[row] == expected, row
 
@@ -174,7 +181,13 @@ def test_which_requests_are_chosen_for_on_the_device() -> None:
     """Temperature and min_p only; penalties, biases, orders of scores and masks are the host's."""
     assert cuda.chooses(SamplingParams()) and cuda.chooses(SamplingParams(temperature=0.7, min_p=0.1, seed=3))
     assert not cuda.chooses(SamplingParams(), masked=True)
-    for other in ({"top_k": 4}, {"top_p": 0.9}, {"repetition_penalty": 1.1}, {"presence_penalty": 1}, {"logit_bias": ((1, 2.0),)}):
+    for other in (
+        {"top_k": 4},
+        {"top_p": 0.9},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 1},
+        {"logit_bias": ((1, 2.0),)},
+    ):
         assert not cuda.chooses(SamplingParams(**other))
 
 

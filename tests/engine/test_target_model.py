@@ -55,8 +55,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "granite": ("GraniteConfig", {"attention_multiplier": 0.25}, True),
     "exaone4, window": ("Exaone4Config", {"sliding_window": 5}, True),
     "glm4": ("Glm4Config", WIDE, True),
-    "gemma3, window": ("Gemma3TextConfig", {"sliding_window": 5, **WIDE}, False),
-    "olmo3, window": ("Olmo3Config", {"sliding_window": 5}, False),
+    "gemma3, window": ("Gemma3TextConfig", {"sliding_window": 5, **WIDE}, True),
+    "olmo3, window": ("Olmo3Config", {"sliding_window": 5}, True),
     "cohere2, window": ("Cohere2Config", {"sliding_window": 5}, False),
     "starcoder2, window": ("Starcoder2Config", {"sliding_window": 5}, False),
     "gpt-neox": ("GPTNeoXConfig", {}, False),
@@ -67,7 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gemma2, window and caps": (
         "Gemma2Config",
         {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, **WIDE},
-        False,
+        True,
     ),
     "gpt-oss, window and sinks": (
         "GptOssConfig",

@@ -1,0 +1,391 @@
+"""Whether passes on a GPU are right, what they cost, and what speculation brings there: one command, under 8 minutes.
+
+    python benchmarks/gpu_check.py
+    python benchmarks/gpu_check.py --model /path/to/a/safetensors/folder
+    python benchmarks/gpu_check.py --cpu-tiny
+
+1. Correctness: tiny random networks in float32 (windows, soft caps, sinks, latent attention), trees of several sequences behind
+   chunked prefixes, against transformers' own forward pass; both kinds of attention; replayed graphs; choices of the device
+   against those of the host.
+2. The cost curve: milliseconds a pass takes by rows, with either attention, for random weights in the shape of Qwen2.5-7B in
+   bfloat16, and for the model given. The quicker one runs the rest.
+3. Tokens/s, plain and speculative, at 1, 4, 16 and 64 sequences. Random weights accept nothing, so lengths are replayed:
+   `--accepted FILE` holds one a line (accepted nodes of a step, in order); without it they are drawn from a geometric law with
+   the mean `--mean-accepted`. All else is real: trees are packed, verified, chosen from and their rows moved. A given model's
+   choices are followed; its drafts are its own greedy text, each token spoilt with a chance of 1 in 4.
+
+Each part stands alone: what fails is printed with its reason, and the command ends with 1. Parts that the time (`--seconds`) no
+longer allows are left out by name. `--cpu-tiny` runs all of it with a tiny network on the CPU, to try the script itself; its
+times mean nothing. Prints tables; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine import kernels as core_kernels
+from engine.acceptance import Limits, walk
+from engine.target import cuda
+from engine.target.attention import KEY, Part
+from engine.target.cache import KVTable
+from engine.target.kernels import BLOCK
+from engine.tree import CandidateTree
+
+console = Console(stderr=True)
+
+TINY = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {},
+    "MistralConfig": {"sliding_window": 9},
+    "Gemma2Config": {"sliding_window": 9, "attn_logit_softcapping": 2.0},
+    "GptOssConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+}
+SEVEN_B = {
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+ATTENTIONS = {"flex": True, "gathered": False}
+SPOILT = 4
+
+
+def random_network(config: str, settings: dict[str, Any], attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A network of random weights, the same for either attention on one device."""
+    made = getattr(transformers, config)(**settings)
+    torch.manual_seed(5)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            network = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+    return network.to(device).eval()
+
+
+class Device:
+    """A network with pages for so many positions; sequences on it are read, verified and kept by hand."""
+
+    def __init__(self, network: Any, flexible: bool, positions: int, graphs: bool = True) -> None:
+        config = network.config.get_text_config()
+        weight = next(network.parameters())
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        page = 2 * config.num_hidden_layers * heads * dim * BLOCK * weight.dtype.itemsize
+        self.vocab = int(config.vocab_size)
+        self.device = weight.device
+        self.storage = cuda.DeviceStorage(
+            config.num_hidden_layers, heads, dim, -(-positions // BLOCK) * page, self.device, weight.dtype
+        )
+        self.runner = cuda.Runner(network, self.storage, flexible, graphs)
+        self.fetch = cuda.Fetch(4096, self.device)
+
+    def read(self, text: Sequence[int], chunk: int = 256) -> KVTable:
+        """A sequence with this text committed."""
+        table = KVTable(self.storage)
+        for start in range(0, len(text), chunk):
+            piece = np.asarray(text[start : start + chunk], np.int32)
+            table.reserve(len(piece))
+            self.runner.run(piece, [Part(table, chain(len(piece)))], np.array([len(piece) - 1], np.int32))
+            cuda.keep(self.storage, [table], [np.arange(len(piece), dtype=np.int32)])
+        return table
+
+    def verify(self, tables: Sequence[KVTable], trees: Sequence[CandidateTree]) -> torch.Tensor:
+        """Logits of all rows of all trees, on the device."""
+        for table, tree in zip(tables, trees, strict=True):
+            table.reserve(len(tree))
+        parts = [Part(table, tree.parents) for table, tree in zip(tables, trees, strict=True)]
+        return self.runner.run(np.concatenate([tree.tokens for tree in trees]), parts)
+
+    def wait(self) -> None:
+        """Until the device has done what it was asked."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def chain(num_rows: int) -> np.ndarray:
+    """The parents of a chain."""
+    return np.arange(-1, num_rows - 1, dtype=np.int32)
+
+
+def chain_tree(tokens: Sequence[int], position: int) -> CandidateTree:
+    """Root and drafts, one below the other."""
+    n = len(tokens)
+    return CandidateTree(
+        np.asarray(tokens, np.int32), chain(n), np.ones(n, np.float32), np.zeros(n, np.int64), np.zeros(n, np.uint8), position
+    )
+
+
+# ---- 1: correctness
+
+
+def correctness(device: torch.device) -> dict[str, float]:
+    """The largest difference of a logit from transformers' own, by network and attention, and how many choices differ."""
+    found: dict[str, float] = {}
+    for config, settings in FAMILIES.items():
+        plain = random_network(config, TINY | settings, "eager", device, torch.float32)
+        for name, flexible in ATTENTIONS.items():
+            ours = random_network(config, TINY | settings, KEY, device, torch.float32)
+            found[f"{config}, {name}"] = largest_difference(plain, Device(ours, flexible, 2048))
+    found["choices that differ"] = wrong_choices(device)
+    return found
+
+
+@torch.inference_mode()
+def largest_difference(plain: Any, device: Device) -> float:
+    """Over three steps of packed trees of three sequences, rows kept in between; later steps replay graphs."""
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(device.vocab, size=count).tolist() for count in (61, 130, 5)]
+    tables = [device.read(text, 67) for text in texts]
+    worst = 0.0
+    for _ in range(3):
+        trees, kept = [], []
+        for text in texts:
+            parents = np.array([-1, *(int(rng.integers(max(0, i - 3), i)) for i in range(1, 9))], np.int32)
+            tokens = rng.integers(device.vocab, size=9)
+            trees.append(
+                CandidateTree(
+                    tokens.astype(np.int32), parents, np.ones(9, np.float32), np.zeros(9, np.int64), np.zeros(9, np.uint8),
+                    len(text),
+                )
+            )  # fmt: skip
+        logits = device.verify(tables, trees)
+        for which, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            for row in (0, 5, 8):
+                path = [row]
+                while tree.parents[path[0]] >= 0:
+                    path.insert(0, int(tree.parents[path[0]]))
+                whole = torch.tensor([text + tree.tokens[path].tolist()], device=device.device)
+                expected = plain(whole, use_cache=False).logits[0, -1]
+                worst = max(worst, float((logits[9 * which + row] - expected).abs().max()))
+            text += tree.tokens[path].tolist()
+            kept.append(np.array(path, np.int32))
+        cuda.keep(device.storage, tables, kept)
+    return worst
+
+
+def wrong_choices(device: torch.device) -> int:
+    """Of 64 choices, greedy and sampled, how many are not the host's."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((64, 5000)).astype(np.float32) * 3
+    heat, seeds, places = np.arange(64) % 4 / 3, rng.integers(1 << 64, size=64, dtype=np.uint64), rng.integers(9999, size=64)
+    found = cuda.choose_all(torch.from_numpy(logits).to(device), cuda.Choices(heat, np.zeros(64), seeds, places)).cpu().numpy()
+    scratch = np.empty(5000), np.empty(5000), np.empty(5000, np.bool_)
+    right = [
+        int(core_kernels.choose(row, heat[i], 0, 1.0, 0.0, seeds[i], places[i], *scratch)) if heat[i] else int(row.argmax())
+        for i, row in enumerate(logits)
+    ]
+    return int(np.count_nonzero(found != right))
+
+
+# ---- 2: the cost curve
+
+
+def cost_curve(device: Device, context: int, rounds: int) -> dict[int, float]:
+    """Milliseconds of a pass by rows, the best of several, after `context` positions."""
+    table = device.read([i % device.vocab for i in range(context)])
+    found = {}
+    for rows in cuda.ROWS:
+        tree = chain_tree([1] * rows, context)
+        times = []
+        for _ in range(rounds + 1):
+            device.wait()
+            start = time.perf_counter()
+            device.verify([table], [tree])
+            device.wait()
+            times.append(1000 * (time.perf_counter() - start))
+        found[rows] = min(times[1:])
+    table.close()
+    return found
+
+
+# ---- 3: tokens/s
+
+
+def draft_length(curve: dict[int, float], level: int, accepted: np.ndarray) -> int:
+    """How many drafts a sequence brings: what gives most tokens a second on the curve, none among the choices."""
+    rows, ms = np.array(list(curve)), np.array(list(curve.values()))
+
+    def rate(drafts: int) -> float:
+        need = level * (drafts + 1)
+        price = np.interp(need, rows, ms) if need <= rows[-1] else ms[-1] * need / rows[-1]
+        return float((1 + np.minimum(accepted, drafts).mean()) / price)
+
+    return max(range(16), key=rate)
+
+
+def tokens_per_second(
+    device: Device, level: int, context: int, tokens: int, drafts: int, accepted: np.ndarray | None, texts: list[list[int]]
+) -> tuple[float, list[list[int]]]:
+    """Of `level` sequences at once, and what they said.
+
+    With `accepted` (nodes a step, in a circle) choices are made and fetched, but the recorded lengths are followed; else the
+    choices are, and `texts` are the answers that drafts are taken from, with every SPOILT-th token spoilt.
+    """
+    rng = np.random.default_rng(level)
+    prompts = [rng.integers(device.vocab, size=context).tolist() for _ in range(level)]
+    tables = [device.read(prompt[:-1]) for prompt in prompts]
+    roots, said, step = [prompt[-1] for prompt in prompts], [list[int]() for _ in prompts], 0
+    device.wait()
+    start = time.perf_counter()
+    while open_ := [i for i in range(level) if len(said[i]) < tokens]:
+        trees = []
+        for i in open_:
+            room = min(drafts, tokens - len(said[i]) - 1)
+            ahead = texts[i][len(said[i]) : len(said[i]) + room] if texts else [step % device.vocab] * room
+            spoilt = [(t + 1) % device.vocab if (len(said[i]) + j) % SPOILT == 3 else t for j, t in enumerate(ahead)]
+            trees.append(chain_tree([roots[i], *spoilt], tables[i].length))
+        logits = device.verify([tables[i] for i in open_], trees)
+        num = len(logits)
+        ids = device.fetch(cuda.choose_all(logits, cuda.Choices(*np.zeros((2, num)), *np.zeros((1, num), np.uint64),
+                                                                np.zeros(num, np.int64)))).tolist()  # fmt: skip
+        kept, first = [], 0
+        for at, (i, tree) in enumerate(zip(open_, trees, strict=True)):
+            mine = ids[first : first + len(tree)]
+            first += len(tree)
+            if accepted is None:
+                taken = walk(tree, lambda node, _, mine=mine: mine[node], Limits(tokens), len(said[i]))
+                path, out = [0, *taken.path.tolist()], taken.tokens.tolist()
+            else:
+                count = min(int(accepted[(step * level + at) % len(accepted)]), len(tree) - 1)
+                path, out = list(range(count + 1)), mine[: count + 1]
+            said[i] += out
+            roots[i] = out[-1]
+            kept.append(np.array(path, np.int32))
+        cuda.keep(device.storage, [tables[i] for i in open_], kept)
+        step += 1
+    device.wait()
+    seconds = time.perf_counter() - start
+    for table in tables:
+        table.close()
+    return sum(map(len, said)) / seconds, said
+
+
+def speeds(
+    device: Device, curve: dict[int, float], levels: Sequence[int], context: int, tokens: int, accepted: np.ndarray | None
+) -> dict[str, Any]:
+    """Plain and speculative, by sequences at once."""
+    found: dict[str, Any] = {}
+    for level in levels:
+        law = accepted if accepted is not None else np.arange(SPOILT)
+        drafts = draft_length(curve, level, law)
+        tokens_per_second(device, level, context, 4, drafts, accepted, [])  # graphs are made
+        plain, texts = tokens_per_second(device, level, context, tokens, 0, accepted, [])
+        fast, other = tokens_per_second(device, level, context, tokens, drafts, accepted, texts if accepted is None else [])
+        found[str(level)] = {"drafts": drafts, "plain": plain, "speculative": fast}
+        if accepted is None:
+            found[str(level)]["identical"] = sum(a == b for a, b in zip(texts, other, strict=True))
+    return found
+
+
+# ---- the command
+
+
+def geometric(mean: float) -> np.ndarray:
+    """Accepted nodes of a thousand steps with this mean."""
+    return np.random.default_rng(1).geometric(1 / (1 + mean), size=1000) - 1
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(table)
+
+
+def measure(
+    name: str, network: Any, levels: Sequence[int], context: int, tokens: int, accepted: np.ndarray | None, rounds: int
+) -> dict[str, Any]:
+    """Cost curves with both kinds of attention, and tokens/s with the quicker."""
+    positions = (max(levels) + 1) * (context + tokens + 64 + BLOCK)
+    curves, failed = {}, {}
+    for kind, flexible in ATTENTIONS.items():
+        try:
+            curves[kind] = cost_curve(Device(network, flexible, 2 * context + 256), context, rounds)
+        except Exception as error:
+            failed[kind] = repr(error)
+    if not curves:
+        raise RuntimeError(f"neither kind of attention ran: {failed}")
+    show(
+        f"{name}: ms of a pass", ["rows", *curves], [[rows, *(curve[rows] for curve in curves.values())] for rows in cuda.ROWS]
+    )
+    best = min(curves, key=lambda kind: sum(curves[kind].values()))
+    found = speeds(Device(network, ATTENTIONS[best], positions), curves[best], levels, context, tokens, accepted)
+    show(
+        f"{name}: tokens/s, {best}",
+        ["at once", *next(iter(found.values()))],
+        [[at, *each.values()] for at, each in found.items()],
+    )
+    return {"rows_ms": curves, "attention": best, "failed": failed, "concurrency": found}
+
+
+def main(
+    model: Annotated[Path | None, typer.Option(help="a safetensors folder to measure, too")] = None,
+    accepted: Annotated[Path | None, typer.Option(help="a file of accepted nodes of steps, one a line")] = None,
+    mean_accepted: Annotated[float, typer.Option(help="mean of the law that stands in for such a file")] = 1.5,
+    context: Annotated[int, typer.Option(help="tokens of each prompt")] = 512,
+    tokens: Annotated[int, typer.Option(help="new tokens of each sequence")] = 64,
+    seconds: Annotated[float, typer.Option(help="time after which no further part begins")] = 400,
+    cpu_tiny: Annotated[bool, typer.Option("--cpu-tiny", help="a tiny network on the CPU, to try the script")] = False,
+) -> None:
+    """Check, measure, print tables, then one line of JSON."""
+    start = time.perf_counter()
+    if not cpu_tiny and not torch.cuda.is_available():
+        console.print("no CUDA device here; --cpu-tiny tries the script on the CPU")
+        raise typer.Exit(2)
+    device, dtype = torch.device("cpu" if cpu_tiny else "cuda"), torch.float32 if cpu_tiny else torch.bfloat16
+    lengths = geometric(mean_accepted) if accepted is None else np.array([int(line) for line in accepted.read_text().split()])
+    levels, rounds = ((1, 4), 1) if cpu_tiny else ((1, 4, 16, 64), 5)
+    shape = ("LlamaConfig", TINY) if cpu_tiny else ("Qwen2Config", SEVEN_B)
+
+    def whole(folder: Path) -> Any:
+        network = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=KEY, trust_remote_code=False, local_files_only=True, use_safetensors=True
+        )
+        return network.to(device).eval()
+
+    def of_shape() -> dict[str, Any]:
+        network = random_network(*shape, KEY, device, dtype)
+        return measure("random weights", network, levels, context, tokens, lengths, rounds)
+
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"correctness": lambda: correctness(device), "random": of_shape}
+    if model is not None:
+        parts["model"] = lambda: measure(model.name, whole(model), levels, context, tokens, None, rounds)
+    name = "CPU" if cpu_tiny else torch.cuda.get_device_name()
+    figures: dict[str, Any] = {"device": name, "torch": torch.__version__, "left_out": [], "failed": {}}
+    for part, run in parts.items():
+        if time.perf_counter() - start > seconds:
+            figures["left_out"].append(part)
+            continue
+        try:
+            figures[part] = run()
+        except Exception as error:
+            figures["failed"][part] = repr(error)
+            console.print_exception()
+    if "correctness" in figures:
+        show("correctness: largest difference", ["what", "difference"], list(figures["correctness"].items()))
+        wrong = {what: value for what, value in figures["correctness"].items() if value > 1e-2 or (value and "choices" in what)}
+        if wrong:
+            figures["failed"]["correctness"] = wrong
+    figures["seconds"] = time.perf_counter() - start
+    print(json.dumps(figures))
+    if figures["failed"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
