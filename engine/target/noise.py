@@ -16,8 +16,9 @@ _MIX_2 = 0x94D049BB133111EB
 def gumbel(seed: int | torch.Tensor, position: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float64, in the shape of `tokens` (int64, any shape) broadcast with `position` (an int, or int64).
 
-    `seed` is unsigned, 64 bits; as a tensor, shaped like the positions, int64 of the same bits. The random bits are those of the numba kernel; the two logarithms may round differently in
-    their last place. To give every row of [n, V] scores its own position, pass positions as [n, 1] and tokens as [V].
+    `seed` is unsigned, 64 bits; as a tensor, shaped like the positions, int64 of the same bits. The random bits are those of
+    the numba kernel; the two logarithms may round differently in their last place. To give every row of [n, V] scores its own
+    position, pass positions as [n, 1] and tokens as [V].
     """
     bits = noise_bits(seed, position, tokens)
     return -torch.log(-torch.log((bits.to(torch.float64) + 0.5) * 2.0**-52))
