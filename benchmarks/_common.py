@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.app import Engine
+from engine.app import Engine, warm_kernels
 from engine.config import Config, CorporaSettings, MemorySettings, ModelSettings, SpeculationSettings
 from engine.models import resolve
 from engine.requests import Chunk, Final, GenerationRequest
@@ -99,12 +99,13 @@ def data_folder() -> Path:
 
 
 def load_target(model: str, dtype: str, threads: int | None) -> tuple[Tokenizer, Any]:
-    """The model, loaded once for all engines; says what its passes cost."""
+    """The model, loaded once for all engines; says what its passes cost. Compiles what drafting runs, too."""
     from engine.target.local import LocalTarget
 
     tokenizer = Tokenizer.load(resolve(model))
     with console.status(f"loading {model} as {dtype}"):
         target = LocalTarget.load(model, dtype=dtype, threads=threads)
+        warm_kernels()
     curve = target.curve
     points = ", ".join(f"{rows}: {1000 * seconds:.1f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
     console.print(f"ms a pass by rows: {points}")

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from engine.config import Config
 from engine.datastores import Checks, Corpora
 from engine.drafters import DRAFTERS, Drafter, DraftRequest, history, recycle
 from engine.drafters.panel import Panel
-from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound
+from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound, Unavailable
 from engine.loop import Times, decode
 from engine.memory import DAY, Memory, Tenants, default_root
 from engine.models import cache_root, tokenizer_folder
@@ -39,11 +38,10 @@ from engine.requests import (
     SourceStats,
     TokenLogprob,
 )
-from engine.server.serve import create_server
+from engine.server.serve import GrpcServer, create_server
 from engine.session import Session, Step
-from engine.target import SequenceRequest, Target, TargetInfo
-from engine.target.process import start_worker
-from engine.target.remote import RemoteTarget
+from engine.target import SequenceRequest, Target, TargetInfo, process, remote
+from engine.target.fleet import Fleet, Place
 from engine.text import StreamDecoder, Tokenizer
 from engine.trace.recorder import Recorder
 from retriever import kernels as retriever_kernels
@@ -54,6 +52,9 @@ log = logging.getLogger("draftloom.engine")
 
 _LONG_TEXT = 4096
 """Characters from which on encoding takes longer than handing it to a thread: some milliseconds."""
+
+_CONNECT_SECONDS = 30.0
+"""How long a server waits at start for one of the workers that it is told of."""
 
 _SAVE_SECONDS = 300.0
 """What a crash may lose of what was learned."""
@@ -88,8 +89,8 @@ class Engine:
         self.tokenizer = tokenizer
         self._config = config
         self._target = target
-        self.worker_ended: asyncio.Future[int] | None = None
-        """Becomes the exit code of the worker process, if the engine's worker is one, should it end."""
+        self.fleet: Fleet | None = None
+        """The target, where it is one whose workers may come and go."""
         self._drafters = make_drafters(config.speculation.sources)
         self._corpora = Corpora(config.corpora.store or default_store(), target.info, checks=checks)
         self._tenants = _tenants(config)
@@ -371,6 +372,12 @@ def prepare_process() -> None:
     os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
 
 
+def warm_kernels() -> None:
+    """Compile what drafting runs, before a request has to wait for it: some seconds the first time, then read from a cache."""
+    for warmup in (kernels.warmup, retriever_kernels.warmup, recycle.warmup, history_kernels.warmup):
+        warmup()
+
+
 @asynccontextmanager
 async def open_engine(config: Config) -> AsyncIterator[Engine]:
     """An engine ready to serve: the worker running (as a process of its own, or the one at `model.worker`), kernels compiled.
@@ -379,27 +386,27 @@ async def open_engine(config: Config) -> AsyncIterator[Engine]:
     """
     async with AsyncExitStack() as stack:
         tokenizer = Tokenizer.load(tokenizer_folder(config.model.name))
-        if config.model.worker:
-            target = await RemoteTarget.connect(config.model.worker)
-            stack.push_async_callback(target.close)
-            ended = None
-        else:
-            worker = await start_worker(_worker_arguments(config))
-            stack.push_async_callback(worker.close)
-            target = worker.target
-            ended = asyncio.ensure_future(worker.wait())
-            stack.callback(ended.cancel)
-        kernels.warmup()
-        retriever_kernels.warmup()
-        recycle.warmup()
-        history_kernels.warmup()
-        engine = Engine(config, target, tokenizer, checks=Checks(cache_root().parent / "checks"))
-        engine.worker_ended = ended
+        fleet = Fleet(_places(config), patience=config.model.worker_patience if config.model.worker else process.START_SECONDS)
+        stack.push_async_callback(fleet.close)
+        await fleet.start(_CONNECT_SECONDS if config.model.worker else process.START_SECONDS)
+        await asyncio.to_thread(warm_kernels)
+        engine = Engine(config, fleet, tokenizer, checks=Checks(cache_root().parent / "checks"))
+        engine.fleet = fleet
         stack.push_async_callback(engine.close)
         await engine.check_default_corpora()
         for upkeep in (engine.follow_corpora(), engine.keep_memory()):
             stack.callback(asyncio.ensure_future(upkeep).cancel)
         yield engine
+
+
+def _places(config: Config) -> list[Place]:
+    """Where the workers are: at the addresses of the settings, else in a process of our own. Raises ConfigError."""
+    model = config.model
+    if not model.worker:
+        return [process.place(_worker_arguments(config))]
+    files = (model.worker_ca, model.worker_cert, model.worker_key)
+    encrypted = model.worker_tls or any(files)
+    return [remote.place(address, remote.tls(*files) if encrypted else None) for address in model.worker]
 
 
 def _worker_arguments(config: Config) -> list[str]:
@@ -408,10 +415,45 @@ def _worker_arguments(config: Config) -> list[str]:
     return args if model.threads is None else [*args, "--threads", str(model.threads)]
 
 
-def serve(config: Config) -> int:
-    """Run a server until SIGTERM or Ctrl-C. Returns the exit code: 0 after a clean end, 1 if the worker died.
+class Entrance:
+    """The engine as the services see it: there from the start, and UNAVAILABLE until it is open. See engine.requests.Engine."""
 
-    Raises ConfigError, ModelError, Unavailable before it listens.
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+
+    @property
+    def info(self) -> TargetInfo:
+        """See engine.requests.Engine."""
+        return self._opened().info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """See engine.requests.Engine."""
+        return self._opened().tokenizer
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """See engine.requests.Engine."""
+        return self._opened().sources
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """See engine.requests.Engine."""
+        return self._opened().generate(request)
+
+    async def corpora(self, tenant: str) -> list[CorpusInfo]:
+        """See engine.requests.Engine."""
+        return await self._opened().corpora(tenant)
+
+    def _opened(self) -> Engine:
+        if self.engine is None:
+            raise Unavailable("the model is still being loaded; try again")
+        return self.engine
+
+
+def serve(config: Config) -> int:
+    """Run a server until SIGTERM or Ctrl-C. Returns the exit code: 0 after a clean end, 1 if the workers are gone for good.
+
+    It listens at once, and is NOT_SERVING while it has no worker. Raises ConfigError, ModelError, Unavailable if it cannot be.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("draftloom").setLevel(logging.INFO)
@@ -420,21 +462,38 @@ def serve(config: Config) -> int:
 
 async def _serve(config: Config) -> int:
     _check_port(config)
-    async with open_engine(config) as engine:
-        server = create_server(engine, config.address)
-        await server.start()
-        print(f"draftloom: serving {engine.info.model} ({engine.info.dtype}) on {server.address}", file=sys.stderr, flush=True)
-        serving = asyncio.create_task(server.run_until_signal(config.server.drain_seconds))
-        waiting: list[asyncio.Future[Any]] = [serving]
-        if engine.worker_ended is not None:
-            waiting.append(engine.worker_ended)
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    entrance = Entrance()
+    server = create_server(entrance, config.address)
+    await server.start(ready=False)
+    serving = asyncio.create_task(server.run_until_signal(config.server.drain_seconds))
+    running = asyncio.create_task(_run(config, entrance, server))
+    try:
+        await asyncio.wait([serving, running], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             return 0
-        log.error("the worker ended unexpectedly; the server ends too")
-        await server.drain(0)
-        serving.cancel()
+        running.result()
+        log.error("no worker is left; the server ends too")
         return 1
+    finally:
+        if not serving.done():
+            await server.drain(0)
+        for task in (serving, running):
+            task.cancel()
+        await asyncio.gather(serving, running, return_exceptions=True)
+
+
+async def _run(config: Config, entrance: Entrance, server: GrpcServer) -> None:
+    """Open the engine and say, as long as there are workers, whether it serves. Returns when there will be none any more."""
+    async with open_engine(config) as engine:
+        entrance.engine = engine
+        assert engine.fleet is not None
+        said = False
+        async for ready in engine.fleet.watch():
+            await server.set_ready(ready)
+            if not said:
+                model = f"{engine.info.model} ({engine.info.dtype})"
+                print(f"draftloom: serving {model} on {server.address}", file=sys.stderr, flush=True)
+                said = True
 
 
 def _check_port(config: Config) -> None:
