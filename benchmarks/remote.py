@@ -5,9 +5,9 @@
 
 Every stream is one sequence: steps with trees of `--nodes` candidates and the feedback that a server asks for, one after the
 other, all streams at once, and no engine around them. The overhead of a step is what its caller waited less the seconds of the
-pass that the worker reports: packing, two messages, waking up, gathering the trees of the other streams, walking and sampling. The
-first is what the process boundary cannot cost; the difference of the two is its price. `--beside` also times passes while another
-Python thread of the engine's process loops for ever, which is why the worker is a process of its own.
+pass that the worker reports: packing, two messages, waking up, gathering the trees of the other streams, walking, sampling. In
+this process there are no messages; the difference of the two is the price of the boundary, and `--model fake` shows it alone.
+`--beside` also times passes while another Python thread of this process loops for ever: why the worker is one of its own.
 
 Prints a table; the last line is JSON:
 {"overhead_ms": {WHERE: {STREAMS: ms}}, "pass_ms": {WHERE: {STREAMS: ms}}, "beside_ms": {WHERE: {"quiet", "looping"}}}
@@ -54,6 +54,10 @@ class Timing:
     @property
     def overhead(self) -> float:
         return median(waited - took for waited, took in zip(self.waited, self.passes, strict=True))
+
+    def row(self, name: str) -> tuple[str, ...]:
+        """The cells of the table behind the first."""
+        return name, *(f"{number:.2f}" for number in (median(self.waited), median(self.passes), self.overhead))
 
 
 async def stream(target: Target, number: int, steps: int, nodes: int, timing: Timing) -> None:
@@ -137,16 +141,14 @@ async def run(model: str, streams: list[int], steps: int, nodes: int, beside: bo
             overheads[where] = {str(n): round(timing.overhead, 3) for n, timing in timings.items()}
             passes[where] = {str(n): round(median(timing.passes), 2) for n, timing in timings.items()}
             for n, timing in timings.items():
-                table.add_row(where, str(n), f"{median(timing.waited):.2f}", f"{median(timing.passes):.2f}", f"{timing.overhead:.2f}")
+                table.add_row(where, *timing.row(str(n)))
             if beside:
                 quiet = await measure(target, 1, 20, nodes)
                 with looping():
                     loud = await measure(target, 1, 20, nodes)
                 besides[where] = {"quiet": round(median(quiet.passes), 2), "looping": round(median(loud.passes), 2)}
                 for name, timing in (("1, quiet", quiet), ("1, beside a loop", loud)):
-                    table.add_row(
-                        where, name, f"{median(timing.waited):.2f}", f"{median(timing.passes):.2f}", f"{timing.overhead:.2f}"
-                    )
+                    table.add_row(where, *timing.row(name))
     return {"model": model, "overhead_ms": overheads, "pass_ms": passes, "beside_ms": besides}
 
 

@@ -16,4 +16,4 @@ USER draftloom
 ENV PATH=/opt/draftloom/bin:$PATH DRAFTLOOM_CACHE=/models
 EXPOSE 50152
 ENTRYPOINT ["python3", "-m", "engine.target.server"]
-CMD ["--address", "0.0.0.0:50152", "--model", "smollm2-135m"]
+CMD ["--address", "0.0.0.0:50152", "--insecure", "--model", "smollm2-135m"]

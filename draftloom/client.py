@@ -6,6 +6,8 @@ what it held within one step. (gRPC alone lets the server run to the end.)
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
@@ -14,11 +16,14 @@ from typing import Any, Self, Unpack
 import grpc
 
 from draftloom import convert
-from draftloom.errors import from_rpc_error
+from draftloom.errors import Unavailable, from_rpc_error
 from draftloom.types import Chunk, Completion, Corpus, ModelInfo, Options, Prompt
 from draftloom.v1 import corpus_pb2, corpus_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50151"
+
+_POLL_SECONDS = 0.1
+"""How often a server that is still loading is asked again."""
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -103,10 +108,18 @@ class Client:
             return convert.corpora(self._stubs.corpus.ListCorpora(corpus_pb2.ListCorporaRequest(), timeout=self.timeout))
 
     def wait_ready(self, timeout: float = 60.0) -> ModelInfo:
-        """Wait, at most `timeout` seconds, until the server answers; for scripts that have just started it."""
-        with self._errors():
-            request = generation_pb2.GetModelInfoRequest()
-            return convert.model_info(self._stubs.model.GetModelInfo(request, timeout=timeout, wait_for_ready=True))
+        """Wait, at most `timeout` seconds, until the server has loaded its model; for scripts that have just started it."""
+        end = time.monotonic() + timeout
+        request = generation_pb2.GetModelInfoRequest()
+        while True:
+            try:
+                with self._errors():
+                    left = max(0.0, end - time.monotonic())
+                    return convert.model_info(self._stubs.model.GetModelInfo(request, timeout=left, wait_for_ready=True))
+            except Unavailable:
+                if time.monotonic() + _POLL_SECONDS > end:
+                    raise
+                time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """Disconnect; calls still running are cancelled."""
@@ -225,9 +238,17 @@ class AsyncClient:
 
     async def wait_ready(self, timeout: float = 60.0) -> ModelInfo:
         """See Client.wait_ready."""
-        async with self._errors():
-            request = generation_pb2.GetModelInfoRequest()
-            return convert.model_info(await self._stubs.model.GetModelInfo(request, timeout=timeout, wait_for_ready=True))
+        end = time.monotonic() + timeout
+        request = generation_pb2.GetModelInfoRequest()
+        while True:
+            try:
+                async with self._errors():
+                    left = max(0.0, end - time.monotonic())
+                    return convert.model_info(await self._stubs.model.GetModelInfo(request, timeout=left, wait_for_ready=True))
+            except Unavailable:
+                if time.monotonic() + _POLL_SECONDS > end:
+                    raise
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
         """Disconnect; calls still running are cancelled."""

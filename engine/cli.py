@@ -3,6 +3,7 @@
     draftloom model pull|list          models on this machine
     draftloom corpus build|list|...    what to draft from (corpora/cli.py)
     draftloom serve                    the gRPC server
+    draftloom worker                   holds the weights, for engines elsewhere
     draftloom generate                 one answer, from a running server or one of its own
     draftloom trace                    a page that shows how answers came about, step by step
     draftloom history show|clear       what is remembered of earlier answers
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import sys
 import time
@@ -232,7 +234,7 @@ def serve_command(
     kv_memory: Annotated[
         str | None, typer.Option("--kv-memory", help='Memory for keys and values, such as "2 GiB".', show_default=False)
     ] = None,
-    worker: Annotated[str | None, typer.Option("--worker", help="Address of a worker that runs already.")] = None,
+    worker: Annotated[str | None, typer.Option("--worker", help="Workers that run already: addresses, with commas.")] = None,
     corpus: Annotated[
         list[str] | None, typer.Option("--corpus", help="Corpus for requests that name none. Repeatable.", show_default=False)
     ] = None,
@@ -270,6 +272,50 @@ def serve_command(
 
         end_with_parent()
     raise typer.Exit(serve(settings))
+
+
+@app.command("worker")
+def worker_command(
+    listen: Annotated[str, typer.Option("--listen", help="host:port or unix:PATH.")] = "127.0.0.1:50152",
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    kv_memory: Annotated[
+        str | None, typer.Option("--kv-memory", help='Memory for keys and values, such as "2 GiB".', show_default=False)
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="The worker's certificate (PEM).", dir_okay=False)] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its key (PEM).", dir_okay=False)] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", help="Serve only engines that this authority vouches for (PEM).", dir_okay=False)
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow an address that is not loopback, in plain text.")] = False,
+    drain_seconds: Annotated[float, typer.Option("--drain-seconds", help="For open answers to end, at SIGTERM.", min=0)] = 30.0,
+    config: ConfigOption = None,
+) -> None:
+    """Hold the weights for engines elsewhere (`draftloom serve --worker`), until SIGTERM.
+
+    Whoever reaches the address can use the model; what they ask is never kept.
+    """
+    given = {"model.name": model, "model.dtype": dtype, "model.threads": threads, "model.kv_memory": kv_memory}
+    settings = load_settings(config, given).model
+    options = {
+        "--address": listen,
+        "--model": settings.name,
+        "--dtype": settings.dtype,
+        "--threads": settings.threads,
+        "--kv-memory": int(settings.kv_memory),
+        "--tls-cert": tls_cert,
+        "--tls-key": tls_key,
+        "--tls-ca": tls_ca,
+        "--drain-seconds": drain_seconds,
+    }
+    words = [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
+    words += ["--insecure"] if insecure else []
+    from engine.target.server import parser, start
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("draftloom").setLevel(logging.INFO)
+    start(parser().parse_args(words))
 
 
 @app.command("generate")

@@ -89,11 +89,20 @@ class ModelSettings:
         "Most memory for keys and values of all open requests. A token takes 2 x layers x KV heads x head size x 4 bytes: "
         "45 KiB in the built-in model, 56 KiB in Qwen2.5 1.5B.",
     )
-    worker: str = setting(
-        "",
-        "Address of a worker that runs already (`host:port` or `unix:/path`). Unset, the server starts one and ends it. "
-        "With it, `dtype`, `threads` and `kv_memory` are that worker's own affair.",
+    worker: tuple[str, ...] = setting(
+        (),
+        "Addresses of workers that run already (`host:port` or `unix:/path`), all with the same model; see `draftloom worker`. "
+        "Unset, the server starts one and ends it. With them, `dtype`, `threads` and `kv_memory` are the workers' own affair.",
     )
+    worker_patience: float = setting(
+        10.0,
+        "When a worker is lost and there is no other: how many seconds an answer that has begun waits for one to come back. "
+        "New requests are refused within a second.",
+    )
+    worker_tls: bool = setting(False, "Connect to workers by TLS, believing the system's certificate authorities.")
+    worker_ca: Path | None = setting(None, "Whose certificates to believe instead: a PEM file. Implies `worker_tls`.")
+    worker_cert: Path | None = setting(None, "What to show to workers (PEM), with `worker_key`. Implies `worker_tls`.")
+    worker_key: Path | None = setting(None, "Its key (PEM).")
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,13 @@ class Config:
         _check(bool(model.name), "model.name", "''", "name a model")
         _check(model.dtype in DTYPES, "model.dtype", model.dtype, f"use one of {', '.join(DTYPES)}")
         _check(model.threads is None or model.threads >= 1, "model.threads", model.threads, "use 1 or more, or leave it out")
+        _check(model.worker_patience >= 0, "model.worker_patience", model.worker_patience, "use 0 or more seconds")
+        _check(
+            (model.worker_cert is None) == (model.worker_key is None),
+            "model.worker_cert",
+            model.worker_cert,
+            "model.worker_cert and model.worker_key go together",
+        )
         _check(model.kv_memory >= 1 << 20, "model.kv_memory", model.kv_memory, "use at least 1 MiB")
         _check(0 <= speculation.max_nodes <= 256, "speculation.max_nodes", speculation.max_nodes, "use 0 (no drafts) to 256")
         _check(0 <= speculation.prompt_rows <= 4096, "speculation.prompt_rows", speculation.prompt_rows, "use 0 (none) to 4096")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,9 @@ def test_a_worker_that_goes_away_is_unavailable(place: Place, tmp_path: Path) ->
     """In the middle of an answer and before one: UNAVAILABLE, with advice to retry; the server lives on."""
     dying = Worker(tmp_path).start()
     dying.target.pause = 0.02
-    with place.serving(dying.address) as server, draftloom.Client(server.address) as client:
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[model]\nworker_patience = 0.2\n")
+    with place.serving(dying.address, "--config", str(settings)) as server, draftloom.Client(server.address) as client:
         with client.stream(PROMPT, max_tokens=500, speculation=False) as stream:
             chunks = iter(stream)
             next(chunks)
@@ -363,7 +366,39 @@ def test_a_worker_that_goes_away_is_unavailable(place: Place, tmp_path: Path) ->
         assert (caught.value.reason, caught.value.retry_after) == ("WORKER_LOST", 1)
         with pytest.raises(draftloom.Unavailable):
             client.generate(PROMPT, timeout=20)
+        assert eventually(lambda: health_of(server.address) == "NOT_SERVING")
         assert server.process.poll() is None
+
+
+def test_another_worker_takes_over_and_the_engine_has_no_torch(place: Place, tmp_path: Path) -> None:
+    """Where importing torch fails, a server in front of two workers answers; one dies in the middle, the text is the same."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('there is no torch here')\n")
+    bare = copy(place)
+    bare.env = {**place.env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    workers = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        workers.append(Worker(tmp_path / name).start())
+    alive = list(workers)
+    try:
+        with bare.serving(",".join(each.address for each in workers)) as server, draftloom.Client(server.address) as client:
+            whole = client.generate(PROMPT, max_tokens=40, temperature=0.9, seed=5)
+            for each in workers:
+                each.target.pause = 0.02
+            with client.stream(PROMPT, max_tokens=40, temperature=0.9, seed=5) as stream:
+                chunks = iter(stream)
+                text = next(chunks).text
+                busy = next(each for each in workers if each.target.num_open)
+                alive.remove(busy)
+                busy.stop()
+                text += "".join(chunk.text for chunk in chunks)
+            assert text == whole.text
+            assert tokens_of(stream.completion) == tokens_of(whole)
+            assert health_of(server.address) == "SERVING"
+    finally:
+        for each in alive:
+            each.stop()
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(place: Place, server: Server) -> None:

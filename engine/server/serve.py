@@ -90,7 +90,7 @@ def create_server(
 ) -> GrpcServer:
     """A server bound to `address` (see `engine.server.listen.bind`) which answers after `start()`.
 
-    Start processes before: gRPC does not survive a fork. Needs a running event loop. Raises ConfigError.
+    Needs a running event loop. Raises ConfigError.
     """
     guard = Guard()
     server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)

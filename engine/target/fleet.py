@@ -1,9 +1,9 @@
 """Several workers as one target, each of which may come and go.
 
-Every worker has a keeper: a task that connects, watches, and connects again when the worker is lost. A sequence is opened at the
-worker with the fewest, and keeps its tokens here: when its worker is lost it is opened anew at another, or at the same one when
-that is back, with all tokens so far. Choices depend on seed and position alone, so the text is what it would have been (`==` where
-the model is strict). Only when nobody takes it over in time does it end, with WorkerLost.
+Every worker has a keeper: a task that connects, watches, and connects again when the worker is lost. A sequence is opened at
+the worker with the fewest, and keeps its tokens here: when its worker is lost it is opened anew at another, or at the same one
+when that is back, with all tokens so far. The noise depends on seed and position alone, so the text is what it would have been
+(`==` where the model is strict). Only when nobody takes it over in time does it end, with WorkerLost.
 
 Workers of a fleet answer alike: whoever runs another model, tokenizer, vocabulary or dtype than the first is not used.
 
@@ -79,6 +79,7 @@ class Fleet:
         self._members = [_Member(place) for place in places]
         self._patience = patience
         self._info: TargetInfo | None = None
+        self._started = False
         self._changed = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._retiring: set[asyncio.Task[None]] = set()
@@ -120,6 +121,10 @@ class Fleet:
                 keeper.result()
         if not self.num_ready:
             raise WorkerLost(f"no worker answers within {timeout:g} s: {self._problems()}; is it running?")
+        self._started = True
+        for member in self._members:
+            if member.problem:
+                log.warning("worker at %s: %s", member.place.name, member.problem)
 
     async def watch(self) -> AsyncIterator[bool]:
         """Whether any worker takes sequences, as soon as that changes, beginning with how it is; ends when all are given up."""
@@ -203,7 +208,8 @@ class Fleet:
                 continue
             began = time.monotonic()
             member.worker, member.problem = worker, ""
-            log.info("worker at %s: %s, %s", place.name, worker.target.info.model, worker.target.info.dtype)
+            if self._started:
+                log.info("worker at %s is there", place.name)
             self._tell()
             reason = await worker.lost()
             member.worker = None
@@ -215,26 +221,29 @@ class Fleet:
             await self._failed(member, WorkerLost(reason))
 
     async def _failed(self, member: _Member, error: EngineError) -> None:
-        """Wait before the next attempt. Raises `error` where there is to be none: a place given up, or a wrong worker at start."""
+        """Wait before the next attempt. Raises `error` where there is to be none: given up, or wrong from the start."""
         member.num_failures += 1
-        if member.problem != str(error):
-            member.problem = str(error)
+        if self._started and member.problem != str(error):
             log.warning("worker at %s: %s", member.place.name, error)
+        member.problem = str(error)
         most = member.place.most_failures
         wrong_at_start = isinstance(error, ConfigError) and member.num_failures == 1
         if wrong_at_start or (most is not None and member.num_failures >= most):
             member.given_up = True
             self._tell()
-            log.error("worker at %s is given up: %s", member.place.name, error)
+            if self._started:
+                log.error("worker at %s is given up", member.place.name)
             raise error
         self._tell()
         await asyncio.sleep(min(FIRST_BACKOFF * 2 ** (member.num_failures - 1), LAST_BACKOFF))
 
     async def _retire(self, member: _Member, worker: Connected) -> None:
         """Close a worker that drains once its sequences are over; those of one that broke end at once."""
-        while member.num_open:
-            await self._news(None)
-        await worker.close()
+        try:
+            while member.num_open:
+                await self._news(None)
+        finally:
+            await worker.close()
 
     def _check(self, place: Place, info: TargetInfo) -> None:
         """The first worker says what all are. Raises ConfigError for one that answers otherwise, naming both."""

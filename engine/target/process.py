@@ -1,7 +1,7 @@
 """Starts a worker as a child process and connects to it over a Unix socket that only this user can reach.
 
-The child ends with this process, whatever ends it: it holds a pipe whose other end is here (see `engine.spawn.end_with_parent`).
-As one of a fleet it is started anew when it dies.
+The child ends with this process, whatever ends it: it holds a pipe whose other end is here (`engine.spawn.end_with_parent`). As
+one of a fleet it is started anew when it dies.
 """
 
 from __future__ import annotations

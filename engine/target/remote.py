@@ -55,8 +55,8 @@ class RemoteTarget:
     ) -> RemoteTarget:
         """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer.
 
-        Without `credentials` (see `tls`) the connection is plain text. Raises WorkerLost, and ConfigError for a worker of another
-        version.
+        Without `credentials` (see `tls`) the connection is plain text. Raises WorkerLost, and ConfigError for a worker of
+        another version.
         """
         if credentials is None:
             channel = grpc.aio.insecure_channel(address, options=OPTIONS)

@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2
 
 from draftloom.v1 import target_pb2, target_pb2_grpc
 from engine.config import is_loopback
-from engine.errors import ConfigError, EngineError, InvalidRequest
+from engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from engine.server.interceptors import Context, Guard
 from engine.server.listen import OPTIONS, add_health, bind, read_pem
 from engine.spawn import end_with_parent
@@ -110,18 +110,22 @@ def load(args: argparse.Namespace) -> Target:
     if args.fake:
         from engine.target.fake import FakeTarget
 
-        return FakeTarget(vocab_size=args.fake_vocab)
-    from engine.target.local import LocalTarget
+        return FakeTarget(vocab_size=args.fake_vocab, fingerprint=args.fake_fingerprint)
+    try:
+        from engine.target.local import LocalTarget
+    except ModuleNotFoundError as error:
+        raise ModelError(f"a package is not installed: {error.name}; pip install 'draftloom[worker]'") from None
 
     target: Target = LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads, kv_memory=args.kv_memory)
     return target
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Load, serve until SIGTERM, close. SIGINT is the engine's to handle: a Ctrl-C reaches the whole group of processes."""
+    """Load, serve until a signal, close."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    for number in (signal.SIGTERM,) if args.with_parent else (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
     credentials = tls(args.tls_cert, args.tls_key, args.tls_ca)
     target = load(args)
     server = await serve_target(target, args.address, credentials)
@@ -132,7 +136,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def tls(cert: Path | None, key: Path | None, ca: Path | None) -> grpc.ServerCredentials | None:
-    """Who the worker says it is, and whose certificates an engine must show (`ca`; None: it need show none). None is plain text.
+    """Who the worker says it is, and whose certificates an engine must show (`ca`; None: it need show none). None: plain text.
 
     Raises ConfigError for one without the other, and for a file that cannot be read.
     """
@@ -163,6 +167,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", type=int, default=2 << 30, help="bytes for keys and values of open sequences")
     parser.add_argument("--fake", action="store_true", help="a hashed language model without weights, for tests")
     parser.add_argument("--fake-vocab", type=int, default=64, help="its vocabulary")
+    parser.add_argument("--fake-fingerprint", default="fake", help="what it says its tokenizer is")
     parser.add_argument("--tls-cert", type=Path, help="certificate of the worker (PEM)")
     parser.add_argument("--tls-key", type=Path, help="its key")
     parser.add_argument("--tls-ca", type=Path, help="whose certificates an engine must show")
@@ -178,21 +183,24 @@ def main(argv: list[str] | None = None) -> int:
     if not args.fake and not args.model:
         parser().error("--model is needed: the name, folder or file of a model (or --fake)")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    return start(args)
-
-
-def start(args: argparse.Namespace) -> int:
-    """Serve what `args` (see `parser`) ask for, until SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if args.with_parent:
-        end_with_parent(at_once=True)
     try:
-        check_address(args.address, args.tls_cert is not None, args.insecure)
-        asyncio.run(run(args))
+        start(args)
     except EngineError as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def start(args: argparse.Namespace) -> None:
+    """Serve what `args` (see `parser`) ask for, until SIGTERM or Ctrl-C. Raises ModelError, ConfigError.
+
+    The worker of an engine leaves SIGINT to that: a Ctrl-C reaches the whole group of processes.
+    """
+    if args.with_parent:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent(at_once=True)
+    check_address(args.address, args.tls_cert is not None, args.insecure)
+    asyncio.run(run(args))
 
 
 if __name__ == "__main__":

@@ -151,12 +151,12 @@ def test_flags_win_over_environment_over_file(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setenv("DRAFTLOOM_SERVER_PORT", "2")
     monkeypatch.setenv("DRAFTLOOM_MODEL_DTYPE", "float32")
     words = ["--port", "3", "--host", "0.0.0.0", "--insecure", "--threads", "1", "--kv-memory", "2 MiB", "--corpus", "a"]
-    words += ["--corpus", "b", "--store", "s", "--max-nodes", "5", "--worker", "w:1", "--no-speculation"]
+    words += ["--corpus", "b", "--store", "s", "--max-nodes", "5", "--worker", "w:1,x:2", "--no-speculation"]
     assert run("serve", *words)[0] == 0
     (config,) = configs
     assert (config.server.port, config.server.host, config.server.drain_seconds) == (3, "0.0.0.0", 9.0)
     assert (config.model.name, config.model.dtype, config.model.threads) == ("from-file", "float32", 1)
-    assert (config.model.kv_memory, config.model.worker) == (2 << 20, "w:1")
+    assert (config.model.kv_memory, config.model.worker) == (2 << 20, ("w:1", "x:2"))
     assert (config.corpora.default, config.corpora.store) == (("a", "b"), Path("s"))
     assert (config.speculation.enabled, config.speculation.max_nodes) == (False, 5)
 

@@ -252,6 +252,26 @@ def test_a_step_says_what_happened(run: Callable[[Test], None]) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_sequence_goes_on_where_another_was_lost(run: Callable[[Test], None], sampling: SamplingParams) -> None:
+    """Opened with what was emitted so far, after any number of tokens, the rest is what it would have been, its end too."""
+
+    async def test(rig: Rig) -> None:
+        request = asking(max_tokens=12, min_tokens=10, stop=range(8), sampling=sampling)
+        whole = await decode(rig.target, request)
+        answer = said(whole)
+        for done in (1, 2, 5, len(answer) - 1):
+            prompt = np.array([*PROMPT, *answer[:done]], np.int32)
+            rest = await decode(rig.target, replace(request, prompt=prompt, num_emitted=done))
+            assert said(rest) == answer[done:] and rest[-1].finish == whole[-1].finish
+        for wrong in (-1, len(PROMPT)):
+            with pytest.raises((InvalidRequest, ValueError)):
+                async with rig.target.open(replace(request, num_emitted=wrong)):
+                    raise AssertionError("opened")
+
+    run(test)
+
+
 def test_the_prompts_end_is_heard_when_asked_for(run: Callable[[Test], None]) -> None:
     """Opening returns the likeliest next tokens along the prompt's end, last token left out: those a step gives there."""
 
