@@ -92,7 +92,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
         False,
     ),
 }
-"""What docs/worker.md lists: the config's class, settings, and whether int8 is strict."""
+"""What docs/models.md lists: the config's class, settings, and whether int8 is strict."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
