@@ -129,6 +129,12 @@ def chain_tree(tokens: Sequence[int], position: int) -> CandidateTree:
     )
 
 
+def greedy(num_rows: int) -> cuda.Choices:
+    """The likeliest token after every row."""
+    zeros = np.zeros(num_rows)
+    return cuda.Choices(zeros, zeros, np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int64))
+
+
 # ---- 1: correctness
 
 
@@ -249,9 +255,7 @@ def tokens_per_second(
             spoilt = [(t + 1) % device.vocab if (len(said[i]) + j) % SPOILT == 3 else t for j, t in enumerate(ahead)]
             trees.append(chain_tree([roots[i], *spoilt], tables[i].length))
         logits = device.verify([tables[i] for i in open_], trees)
-        num = len(logits)
-        ids = device.fetch(cuda.choose_all(logits, cuda.Choices(*np.zeros((2, num)), *np.zeros((1, num), np.uint64),
-                                                                np.zeros(num, np.int64)))).tolist()  # fmt: skip
+        ids = device.fetch(cuda.choose_all(logits, greedy(len(logits)))).tolist()
         kept, first = [], 0
         for at, (i, tree) in enumerate(zip(open_, trees, strict=True)):
             mine = ids[first : first + len(tree)]

@@ -265,9 +265,12 @@ def flexible_attention(
 ) -> torch.Tensor:
     """Attention by FlexAttention, straight from the pages: [1, heads, rows, dim]. On the CPU its own uncompiled twin runs."""
     global _compiled
-    if _compiled is None:
+    if query.device.type == "cuda" and _compiled is None:
+        # a kernel for each number of rows, window and cap: more than the compiler's own limit, beyond which it gives up
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
+        torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4096)
         _compiled = torch.compile(flex_attention, dynamic=False)
-    run = _compiled if query.device.type == "cuda" else flex_attention
+    run = _compiled if query.device.type == "cuda" and _compiled is not None else flex_attention
     bend: Callable[..., torch.Tensor] | None = None
     if (cap := scores.softcap) > 0:
 
@@ -307,9 +310,11 @@ class Runner:
         """
         num = len(tokens)
         rows = bucket(num)
+        every_page = self._storage.num_blocks + 1
         used = len({int(page) for part in parts for page in _pages(part)}) + 1
         small = rows <= ROWS[-1]
-        key = (rows, _power(len(parts) + 1), min(_power(used), self._storage.num_blocks + 1))
+        pages = every_page if self._flexible else min(_power(used), every_page)  # a compiled kernel is one of fixed shapes
+        key = (rows, _power(len(parts) + 1), pages)
         if (kept := self._kept.get(key)) is None:
             kept = _Bucket(Layout(*key, self._storage.num_blocks, self._device, self._flexible))
             if small:

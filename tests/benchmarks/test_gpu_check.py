@@ -42,7 +42,7 @@ def test_every_part_runs_and_is_right(script: ModuleType, tmp_path: Path) -> Non
     tiny.build("LlamaConfig").save_pretrained(folder)
     lengths = tmp_path / "accepted.txt"
     lengths.write_text("3\n0\n2\n")
-    options = ["--model", str(folder), "--accepted", str(lengths), "--context", "70", "--tokens", "12", "--cpu-tiny"]
+    options = ["--model", str(folder), "--accepted", str(lengths), "--context", "70", "--tokens", "7", "--cpu-tiny"]
     code, figures = run(script, *options)
     assert code == 0 and figures["failed"] == {} and figures["left_out"] == []
     right = figures["correctness"]
