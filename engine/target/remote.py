@@ -50,9 +50,7 @@ class RemoteTarget:
         self._decode: Any = target_pb2_grpc.TargetServiceStub(channel).Decode
 
     @staticmethod
-    async def connect(
-        address: str, timeout: float = 30.0, credentials: grpc.ChannelCredentials | None = None
-    ) -> RemoteTarget:
+    async def connect(address: str, timeout: float = 30.0, credentials: grpc.ChannelCredentials | None = None) -> RemoteTarget:
         """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer.
 
         Without `credentials` (see `tls`) the connection is plain text. Raises WorkerLost, and ConfigError for a worker of
@@ -64,9 +62,7 @@ class RemoteTarget:
             channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         try:
-            info = wire.info_from_wire(
-                await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=timeout, wait_for_ready=True)
-            )
+            info = wire.info_from_wire(await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=timeout, wait_for_ready=True))
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
