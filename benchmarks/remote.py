@@ -7,7 +7,7 @@ Every stream is one sequence: steps with trees of `--nodes` candidates and the f
 other, all streams at once, and no engine around them. The overhead of a step is what its caller waited less the seconds of the
 pass that the worker reports: packing, two messages, waking up, gathering the trees of the other streams, walking, sampling. In
 this process there are no messages; the difference of the two is the price of the boundary, and `--model fake` shows it alone.
-`--beside` also times passes while another Python thread of this process loops for ever: why the worker is one of its own.
+`--beside` also times passes while another Python thread of this process, which is the engine's, loops for ever.
 
 Prints a table; the last line is JSON:
 {"overhead_ms": {WHERE: {STREAMS: ms}}, "pass_ms": {WHERE: {STREAMS: ms}}, "beside_ms": {WHERE: {"quiet", "looping"}}}
