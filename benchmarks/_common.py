@@ -137,6 +137,13 @@ def price(target: Any, nodes: str) -> None:
     target.meter.freeze(CostCurve.flat() if nodes.isdigit() else None)
 
 
+def forget(engine: Engine) -> None:
+    """Have a worker in this process forget what it has read, so that a prompt costs its full time each time."""
+    storage = getattr(engine._target, "storage", None)
+    if storage is not None:
+        storage.forget()
+
+
 def turns(names: list[str], i: int) -> list[str]:
     """All modes in the order of the i-th prompt: it turns, so that none is always first."""
     return names[i % len(names) :] + names[: i % len(names)]
@@ -146,6 +153,7 @@ async def run(engine: Engine, request: GenerationRequest) -> Run:
     """One request, timed."""
     tokens: list[int] = []
     sources: Counter[str] = Counter()
+    forget(engine)
     start = time.perf_counter()
     first = 0.0
     async for event in engine.generate(request):

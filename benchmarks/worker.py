@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from _common import AUTO, console, load_target, make_engine, price
+from _common import AUTO, console, forget, load_target, make_engine, price
 from complete import make_pair, prompts
 from rich.table import Table
 
@@ -135,6 +135,7 @@ async def answer(engine: Any, text: str, tokens: int, speculate: bool) -> Answer
     request = GenerationRequest(
         tenant="default", prompt=text, max_tokens=tokens, sampling=SamplingParams(), ignore_eos=True, speculation=options
     )
+    forget(engine)
     start, found = time.perf_counter(), Answer([], [], 0.0)
     async for event in engine.generate(request):
         if isinstance(event, Chunk):
