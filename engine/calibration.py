@@ -172,6 +172,15 @@ def _check(name: str, array: NDArray[np.float64]) -> None:
         raise ValueError(f"no calibration: {name} {array.shape}; it must be {shape}, finite, hits no more than trials")
 
 
+def alone(reached: Sequence[int | None]) -> list[int]:
+    """How many of the tokens emitted in a step each source's own draft held that no other one's did, verified or not.
+
+    `reached` says how many each held in a row; None, for one that was not heard, comes to 0. At most one is above 0.
+    """
+    most, second = (*sorted((count for count in reached if count is not None), reverse=True), 0, 0)[:2]
+    return [0 if count is None or count < most else count - second for count in reached]
+
+
 class Credit:
     """Trust in the sources of one request, learned from every source's own proposal: Hedge with a fixed share.
 
@@ -191,11 +200,4 @@ class Credit:
 
         Those heard share among them the weight they had. A step in which none of them had any token changes nothing.
         """
-        counts = reached[heard]
-        most = int(counts.max(initial=0))
-        if most < 1:
-            return
-        weights = self.weights[heard]
-        grown = weights * np.exp(self._RATE / most * counts)
-        grown *= weights.sum() / grown.sum()
-        self.weights[heard] = (1.0 - self._SHARE) * grown + self._SHARE * weights.sum() / len(counts)
+        kernels.credit(self.weights, reached, heard, self._RATE, self._SHARE)

@@ -134,6 +134,10 @@ def chance(odds: float) -> float:
     return 1.0 / (1.0 + math.exp(-odds))
 
 
+_CHANCES = 1.0 / (1.0 + np.exp(_MOST_ODDS - np.arange(NUM_KNOTS)))
+"""The probability at each knot."""
+
+
 @_jit
 def context_of(length: int, count: int, depth: int, level: int) -> int:
     """The row of calibration's tables for a node at one of four levels: all, by length, by count too, by depth too.
@@ -178,9 +182,8 @@ def calibrate(
     """float64 [n]: the log-odds of every node of drafts laid end to end, as observed; and int32 [n], the depths.
 
     `rows[s]` is the place of draft s's source in hits and trials (float64 [sources, NUM_CONTEXTS, NUM_KNOTS]). At each of the
-    two
-    knots around the raw estimate, from the coarsest context to the finest, the rate is the mean of a Beta posterior whose prior
-    is the rate one level up, worth `strength` observations; above all stands the knot itself. O(n).
+    two knots around the raw estimate, from the coarsest context to the finest, the rate is the mean of a Beta posterior whose
+    prior is the rate one level up, worth `strength` observations; above all stands the knot itself. O(n).
     """
     odds = np.empty(len(probs))
     depths = np.empty(len(probs), np.int32)
@@ -192,8 +195,7 @@ def calibrate(
             place = log_odds(probs[i]) + _MOST_ODDS
             knot = min(int(place), NUM_KNOTS - 2)
             share = place - knot
-            low = chance(knot - _MOST_ODDS)
-            high = chance(knot + 1 - _MOST_ODDS)
+            low, high = _CHANCES[knot], _CHANCES[knot + 1]
             for level in range(_NUM_LEVELS):
                 context = context_of(lengths[i], counts[i], depths[i], level)
                 low = (hits[row, context, knot] + strength * low) / (trials[row, context, knot] + strength)
@@ -415,6 +417,86 @@ def learn(
                     doubts[rows[s], which] += step * left[s]
         if num_slots == 0 or at.max() < 0:
             break
+
+
+# ---- how large a tree pays
+
+
+@_jit
+def best_size(path_probs: Any, seconds: Any, num_trees: int) -> int:
+    """The m that makes (num_trees + sum of the first m probabilities) / seconds[m] largest, the smallest such; seconds is
+    float64 [n + 1]. O(n)."""
+    gain = np.float64(num_trees)
+    best = 0
+    most = gain / seconds[0]
+    for i in range(len(path_probs)):
+        gain += np.float64(path_probs[i])
+        if gain / seconds[i + 1] > most:
+            best = i + 1
+            most = gain / seconds[i + 1]
+    return best
+
+
+@_jit
+def rows_fault(tokens: Any, parents: Any, vocab_size: int) -> int:
+    """0 if the arrays are valid lookahead rows, 1 for a token outside the vocabulary, 2 for a parent not before its row."""
+    for i in range(len(tokens)):
+        if tokens[i] < 0 or tokens[i] >= vocab_size:
+            return 1
+        if parents[i] < -1 or parents[i] >= i:
+            return 2
+    return 0
+
+
+# ---- what came of it
+
+
+@_jit
+def tally(
+    sources: Any, roles: Any, probs: Any, verified: Any, path: Any, proposed: Any, accepted: Any, unique: Any
+) -> tuple[int, float]:
+    """Count a tree's nodes for each source: verified ones in proposed, those of `path` in accepted, and in unique where no
+    other source has them (int64 [sources]).
+
+    `verified` and `path` are int32, the root in the first only. Returns how many candidates were verified and the sum of
+    their path probabilities. O(nodes x sources).
+    """
+    num_verified = 0
+    expected = 0.0
+    for node in verified:
+        if node < 0 or node >= len(sources):
+            continue
+        if node > 0 and roles[node] == 0:
+            num_verified += 1
+            expected += np.float64(probs[node])
+        for s in range(len(proposed)):
+            proposed[s] += sources[node] >> s & 1
+    for node in path:
+        for s in range(len(accepted)):
+            accepted[s] += sources[node] >> s & 1
+            unique[s] += sources[node] == np.int64(1) << s
+    return num_verified, expected
+
+
+@_jit
+def credit(weights: Any, reached: Any, heard: Any, rate: float, share: float) -> None:
+    """Move `weights` (float64 [sources]) to those heard whose drafts reached far: see `calibration.Credit`. O(sources)."""
+    most, num_heard = 0, 0
+    for s in range(len(weights)):
+        if heard[s]:
+            num_heard += 1
+            most = max(most, reached[s])
+    if most < 1:
+        return
+    before, after = 0.0, 0.0
+    for s in range(len(weights)):
+        if heard[s]:
+            before += weights[s]
+            weights[s] *= math.exp(rate / most * reached[s])
+            after += weights[s]
+    for s in range(len(weights)):
+        if heard[s]:
+            weights[s] = (1.0 - share) * weights[s] * (before / after) + share * before / num_heard
 
 
 # ---- how well it was promised
@@ -695,5 +777,9 @@ def warmup() -> None:
     merge(one, parents, odds, ends, rows, weights, weights, weights[0], 0, 1)
     learn(one, parents, odds, ends, rows, weights, weights, weights[0], one, 0.0)
     judge(one, parents, np.ones(1, np.float32), one, np.zeros((3, NUM_KNOTS)))
+    best_size(prob, np.ones(2), 1)
+    rows_fault(one, parents, 2)
+    tally(ends, roles, prob, one, one, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    credit(np.ones(1), np.zeros(1, np.int64), np.ones(1, np.bool_), 0.5, 0.1)
     likeliest(np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int32))
     choose(np.zeros(8, np.float32), 1.0, 2, 0.5, 0.1, np.uint64(0), 0, np.zeros(8), np.zeros(8), np.zeros(8, np.bool_))

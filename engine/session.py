@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import kernels
-from engine.calibration import Calibration, Credit
-from engine.tree import CANDIDATE, CandidateTree, CostCurve, Draft, Drafts, LookaheadRows, best_size, merge, with_room
+from engine.calibration import Calibration, Credit, alone
+from engine.tree import CandidateTree, CostCurve, Draft, Drafts, LookaheadRows, best_size, merge, with_room
 
 if TYPE_CHECKING:
     from engine.target import StepResult
@@ -46,6 +46,9 @@ class Step:
 class Tally:
     """Counts of one session. `proposed` and `accepted` are per source; `unique` counts accepted nodes that only one source had.
 
+    `held` counts the emitted tokens that each source's own draft held in a row from the root, verified or not, and `alone`
+    those of them that no other source's did: what a step would have lost without it.
+
     `expected` is the sum of the path probabilities of the verified candidates: what the estimates promised would be accepted.
     `judged`, float64 [3, kernels.NUM_KNOTS], sums what was promised for candidates whose parent was emitted, what came true,
     and their number, by probability; `log_loss` is their sum of negative log-likelihoods, in nats.
@@ -58,6 +61,8 @@ class Tally:
     proposed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     accepted: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     unique: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    held: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    alone: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     judged: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, kernels.NUM_KNOTS)))
     log_loss: float = 0.0
 
@@ -88,6 +93,8 @@ class Session:
             proposed=np.zeros(len(labels), np.int64),
             accepted=np.zeros(len(labels), np.int64),
             unique=np.zeros(len(labels), np.int64),
+            held=np.zeros(len(labels), np.int64),
+            alone=np.zeros(len(labels), np.int64),
         )
         self.reached: tuple[int | None, ...] = (None,) * len(labels)
         """How many of the tokens emitted last each source's own draft held in a row; None for one that was not heard."""
@@ -165,6 +172,7 @@ class Session:
         self._credit.reward(reached, self._heard)
         heard = self._heard.tolist()
         self.reached = tuple(count if awake else None for count, awake in zip(reached.tolist(), heard, strict=True))
+        self._claim(1)
         self.finish = result.finish
         self._step = Step(emitted, masks, result.finish)
         return self._step
@@ -176,6 +184,9 @@ class Session:
             raise RuntimeError("nothing to cut: keep at least one token of the step just committed")
         lost = step.masks[keep:]
         self._length -= len(lost)
+        self._claim(-1)
+        self.reached = tuple(None if count is None else min(count, keep) for count in self.reached)
+        self._claim(1)
         accepted = [mask for mask in lost if mask]
         self.tally.num_accepted -= len(accepted)
         for s in range(len(self.labels)):
@@ -183,6 +194,13 @@ class Session:
             self.tally.unique[s] -= sum(mask == 1 << s for mask in accepted)
         self.finish, self._step = finish, None
         return Step(step.tokens[:keep], step.masks[:keep], finish)
+
+    def _claim(self, sign: int) -> None:
+        """Count what the sources held of the last step, or take it back."""
+        for s, (count, own) in enumerate(zip(self.reached, alone(self.reached), strict=True)):
+            if count:
+                self.tally.held[s] += sign * count
+                self.tally.alone[s] += sign * own
 
     def _append(self, emitted: NDArray[np.int32]) -> None:
         end = self._length + len(emitted)
@@ -193,13 +211,11 @@ class Session:
 
     def _count(self, tree: CandidateTree, result: StepResult) -> None:
         tally = self.tally
+        num_verified, expected = kernels.tally(
+            tree.sources, tree.roles, tree.probs, result.verified, result.path, tally.proposed, tally.accepted, tally.unique
+        )
         tally.num_steps += 1
-        tally.num_verified += int(np.count_nonzero(tree.roles[result.verified] == CANDIDATE)) - 1
+        tally.num_verified += num_verified
         tally.num_accepted += len(result.path)
+        tally.expected += expected
         tally.log_loss += kernels.judge(tree.tokens, tree.parents, tree.probs, result.tokens, tally.judged)
-        tally.expected += float(tree.probs[result.verified].sum()) - 1.0
-        for s in range(len(self.labels)):
-            bit = np.int64(1) << s
-            tally.proposed[s] += np.count_nonzero(tree.sources[result.verified] & bit)
-            tally.accepted[s] += np.count_nonzero(tree.sources[result.path] & bit)
-            tally.unique[s] += np.count_nonzero(tree.sources[result.path] == bit)

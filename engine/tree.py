@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,10 +117,12 @@ class LookaheadRows:
         """Raise ValueError naming the first invariant that does not hold."""
         if len(self.tokens) != len(self.parents):
             raise ValueError(f"{len(self.tokens)} lookahead tokens but {len(self.parents)} parents")
-        if np.any((self.tokens < 0) | (self.tokens >= vocab_size)):
-            raise ValueError("a lookahead token outside the vocabulary")
-        if np.any((self.parents < -1) | (self.parents >= np.arange(len(self.parents)))):
-            raise ValueError("a lookahead parent that does not precede its row")
+        fault = kernels.rows_fault(self.tokens, self.parents, vocab_size)
+        if fault:
+            raise ValueError(f"a lookahead {_ROW_FAULTS[fault]}")
+
+
+_ROW_FAULTS = {1: "token outside the vocabulary", 2: "parent that does not precede its row"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class Drafts:
         if len(drafts) > MAX_SOURCES:
             raise ValueError(f"too many drafts for one tree: {len(drafts)}, at most {MAX_SOURCES}")
         there = [_EMPTY_DRAFT if draft is None else draft for draft in drafts]
-        ends = np.cumsum([len(draft) for draft in there], dtype=np.int64)
+        ends = np.array([*accumulate(map(len, there))], np.int64)
         there = there or [_EMPTY_DRAFT]
         return Drafts(
             np.concatenate([draft.tokens for draft in there]),
@@ -265,12 +269,19 @@ class CostCurve:
 
     def at(self, count: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """float64, the time of a pass of `count` rows (any shape)."""
+        if isinstance(count, int) and 0 <= count < _FEW_ROWS:
+            return np.asarray(self.few[count])
         n = np.asarray(count, np.float64)
         inside = np.interp(n, self.rows, self.seconds)
         if len(self.rows) < 2:
             return np.asarray(inside)
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
         return np.asarray(inside + np.maximum(n - self.rows[-1], 0.0) * slope)
+
+    @cached_property
+    def few(self) -> NDArray[np.float64]:
+        """float64 [_FEW_ROWS]: the time of a pass of 0, 1, 2, ... rows; a curve is asked many times before there is another."""
+        return self.at(np.arange(_FEW_ROWS))
 
     def validate(self) -> None:
         """Raise ValueError if an invariant does not hold."""
@@ -282,20 +293,20 @@ class CostCurve:
             raise ValueError(f"cost curve needs positive, finite times: {self.seconds.tolist()}")
 
 
+_FEW_ROWS = 128
+
+
 def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int = 1, other_rows: int = 0) -> int:
     """How many of the nodes are worth a row: the number m that makes (B + sum of the first m) / t(B + m) largest.
 
     `path_probs` float32 [n], candidates of all B = `num_trees` trees together (roots left out), in falling order; `other_rows`
-    are in the pass anyway. Each tree
-    yields one token in any case, and every node its path probability; so this maximizes expected tokens per second. Where t is
-    convex it is the rule of DESIGN 5: a further node pays while its path probability exceeds t'(N) (B + sum A) / t(N).
-    Returns 0 <= m <= n, the smallest such m. O(n).
+    are in the pass anyway. Each tree yields one token in any case, and every node its path probability; so this maximizes
+    expected tokens per second. Where t is convex it is the rule of DESIGN 5: a further node pays while its path probability
+    exceeds t'(N) (B + sum A) / t(N). Returns 0 <= m <= n, the smallest such m. O(n).
     """
-    if not len(path_probs):
-        return 0
-    gain = num_trees + np.concatenate(([0.0], np.cumsum(path_probs, dtype=np.float64)))
-    seconds = curve.at(num_trees + other_rows + np.arange(len(gain)))
-    return int(np.argmax(gain / seconds))
+    first, end = num_trees + other_rows, num_trees + other_rows + len(path_probs) + 1
+    seconds = curve.few[first:end] if end <= _FEW_ROWS else curve.at(np.arange(first, end))
+    return kernels.best_size(path_probs, seconds, num_trees)
 
 
 def with_room(size: int) -> int:

@@ -283,26 +283,25 @@ def draft(
     """The `budget` likeliest nodes below the root `token`, best path first; returns how many. Arrays are of length `budget`.
 
     A candidate's probability is how often one with its sign was right; siblings are scaled down where they exceed 0.98. The
-    open nodes are a heap by path probability, ties to the one opened first.
+    open nodes stand in the order of their path probability, ties in that in which they were opened, and no more of them than
+    may still be taken: most candidates are less likely than all of these and cost no more than a comparison.
     """
-    most = budget * _MOST + _MOST
-    open_path = np.empty(most, np.float32)
-    open_prob = np.empty(most, np.float32)
-    open_token = np.empty(most, np.int32)
-    open_parent = np.empty(most, np.int32)
-    open_sign = np.empty(most, np.int32)
-    heap = np.empty(most, np.int32)
+    open_path = np.empty(budget, np.float32)
+    open_prob = np.empty(budget, np.float32)
+    open_token = np.empty(budget, np.int32)
+    open_parent = np.empty(budget, np.int32)
+    open_sign = np.empty(budget, np.int32)
+    order = np.arange(budget).astype(np.int32)  # of the open nodes, from `begin` to `end`; the places behind them are free
+    begin = 0
+    end = 0
     depths = np.empty(budget, np.int32)
     paths = np.empty(budget, np.float32)
     found = np.empty(_MOST, np.int32)
     signs = np.empty(_MOST, np.int32)
     probs = np.empty(_MOST, np.float64)
-    num_open = 0
-    heap_size = 0
     count = 0
-    least = np.float32(0.0)
     node = -1
-    while True:
+    while count < budget:
         # open the children of the node taken last
         last = token if node < 0 else out_tokens[node]
         if node < 0:
@@ -319,33 +318,22 @@ def draft(
         scale = 0.98 / total if total > 0.98 else 1.0
         for i in range(num):
             prob = np.float32(probs[i] * scale)
-            if path * prob <= least:
+            reached = path * prob
+            if reached <= np.float32(0.0) or (end == budget and reached <= open_path[order[end - 1]]):
                 continue
-            slot = num_open
-            num_open += 1
-            open_prob[slot], open_path[slot] = prob, path * prob
+            slot = order[min(end, budget - 1)]
+            open_prob[slot], open_path[slot] = prob, reached
             open_token[slot], open_parent[slot], open_sign[slot] = found[i], node, signs[i]
-            at = heap_size
-            heap_size += 1
-            while at > 0 and open_path[heap[(at - 1) // 2]] < open_path[slot]:
-                heap[at] = heap[(at - 1) // 2]
-                at = (at - 1) // 2
-            heap[at] = slot
-        if heap_size == 0 or count == budget:
-            return count
-        best = heap[0]
-        heap_size -= 1
-        moved = heap[heap_size]
-        at = 0
-        while 2 * at + 1 < heap_size:
-            child = 2 * at + 1
-            if child + 1 < heap_size and open_path[heap[child + 1]] > open_path[heap[child]]:
-                child += 1
-            if open_path[heap[child]] <= open_path[moved]:
-                break
-            heap[at] = heap[child]
-            at = child
-        heap[at] = moved
+            at = min(end, budget - 1)
+            while at > begin and open_path[order[at - 1]] < reached:
+                order[at] = order[at - 1]
+                at -= 1
+            order[at] = slot
+            end = min(end + 1, budget)
+        if begin == end:
+            break
+        best = order[begin]
+        begin += 1
         node = count
         parent = open_parent[best]
         out_tokens[node], out_parents[node], out_probs[node] = open_token[best], parent, open_prob[best]
@@ -353,6 +341,7 @@ def draft(
         paths[node] = open_path[best]
         depths[node] = 1 if parent < 0 else depths[parent] + 1
         count += 1
+    return count
 
 
 @_jit
@@ -378,6 +367,35 @@ def score(
             hits[signs[i]] = hits[signs[i]] * keep + (1.0 if found[i] == emitted[depth] else 0.0)
             trials[signs[i]] = trials[signs[i]] * keep + 1.0
         before, token = token, emitted[depth]
+
+
+@_jit
+def miss(missed: Any, likely: Any, said: int) -> None:
+    """Note in the first row of `missed` (int32 [2, K], see `candidates`) the likely tokens (int32 [k]) but the one said; what
+    stood there moves down."""
+    missed[1] = missed[0]
+    missed[0] = -1
+    num = 0
+    for token in likely:
+        if token != said and num < K:
+            missed[0, num] = token
+            num += 1
+
+
+@_jit
+def follow(nodes: Any, parents: Any, top_ids: Any, num: int, emitted: Any, missed: Any) -> None:
+    """Note what was likely along the path of `emitted` (int32 [m]) through the first `num` nodes and not said. O(num m)."""
+    node = 0
+    for said in emitted:
+        if node >= min(num, len(top_ids)):
+            return
+        miss(missed, top_ids[node], said)
+        below = num
+        for i in range(num):
+            if parents[i] == node and nodes[i] == said:
+                below = i
+                break
+        node = below
 
 
 @_jit

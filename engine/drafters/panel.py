@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from engine.calibration import alone
 from engine.drafters import Drafter, Drafting, DraftRequest, Feedback, Lookahead, Tokens
 from engine.tree import MAX_SOURCES, CostCurve, Draft, LookaheadRows
 
@@ -119,14 +120,14 @@ class Panel:
         A source is worth the tokens that no other one had, each of them a step saved. One whose time costs more than that is
         asked now and then only, until it pays again; one at a time, so that of two that say the same one stays.
         """
-        heard = [count for count in reached if count is not None]
-        most, second = (*sorted(heard, reverse=True), 0, 0)[:2]
-        for seat, count in zip(self._seats, reached, strict=True):
+        num_heard = 0
+        for seat, count, own in zip(self._seats, reached, alone(reached), strict=True):
             if count is not None:
-                seat.earn(count - second if count == most else 0, step_seconds)
+                num_heard += 1
+                seat.earn(own, step_seconds)
         self._num_judged += 1
         losing = [seat for seat in self._seats if seat.loses and not seat.idle]
-        if losing and self._num_judged >= _TRIAL and len(heard) > 1:
+        if losing and self._num_judged >= _TRIAL and num_heard > 1:
             self._num_judged = 0
             max(losing, key=lambda seat: seat.loss).idle = True
 

@@ -204,10 +204,10 @@ class RecycleDrafting:
                 _KEEP,
             )
             self._follow(emitted, feedback)
-        else:
+        elif feedback.top_ids.size:
             before, said = -1, [*feedback.nodes[1:].tolist(), root]
             for row in range(max(len(feedback.top_ids) - 2, 0), len(feedback.top_ids)):
-                self._miss(feedback.top_ids[row], said[row])
+                kernels.miss(self._missed, feedback.top_ids[row], said[row])
         for table in (known, *self._others):
             table.learn(feedback, before, self._now)
         self._advance(emitted)
@@ -222,20 +222,9 @@ class RecycleDrafting:
 
     def _follow(self, emitted: Tokens, feedback: Feedback) -> None:
         """Note what was likely along the path of the emitted tokens and not said."""
-        num = len(feedback.top_ids) - feedback.num_lookahead
-        node = 0
-        for said in emitted.tolist():
-            if node >= num:
-                return
-            self._miss(feedback.top_ids[node], said)
-            below = np.flatnonzero((feedback.parents[:num] == node) & (feedback.nodes[:num] == said))
-            node = int(below[0]) if len(below) else num
-
-    def _miss(self, likely: NDArray[np.int32], said: int) -> None:
-        others = likely[likely != said][: kernels.K]
-        missed = np.full((2, kernels.K), -1, np.int32)
-        missed[0, : len(others)], missed[1] = others, self._missed[0]
-        self._missed = missed
+        if feedback.top_ids.size:
+            num = len(feedback.nodes) - feedback.num_lookahead
+            kernels.follow(feedback.nodes, feedback.parents, feedback.top_ids, num, emitted, self._missed)
 
 
 def warmup() -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import kernels
-from engine.calibration import Calibration, Credit
+from engine.calibration import Calibration, Credit, alone
 from engine.tree import Draft, Drafts, merge
 
 
@@ -224,6 +226,30 @@ def reward(credit: Credit, reached: list[int | None]) -> None:
     """None: not heard."""
     counts = np.array([count or 0 for count in reached], np.int64)
     credit.reward(counts, np.array([count is not None for count in reached], np.bool_))
+
+
+@pytest.mark.parametrize(
+    ("reached", "expected"),
+    [([], []), ([3], [3]), ([3, 1, None], [2, 0, 0]), ([2, 2, 1], [0, 0, 0]), ([None, 0], [0, 0]), ([1, None, 4], [0, 0, 3])],
+)
+def test_what_a_source_alone_held_is_what_it_has_beyond_the_next(reached: list[int | None], expected: list[int]) -> None:
+    """Drafts are prefix-closed, so only the one that reached furthest can hold something alone."""
+    assert alone(reached) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_credit_is_its_twin(step: list[tuple[int, bool]], seed: int) -> None:
+    """Fixed share over those heard, written with arrays."""
+    weights = np.random.default_rng(seed).dirichlet(np.ones(len(step)))
+    reached, heard = (np.array(column) for column in zip(*step, strict=True))
+    credit = Credit(len(step))
+    credit.weights[:] = weights
+    credit.reward(reached.astype(np.int64), heard.astype(np.bool_))
+    if heard.any() and (most := reached[heard].max()) > 0:
+        grown = weights[heard] * np.exp(0.5 * reached[heard] / most)
+        grown *= weights[heard].sum() / grown.sum()
+        weights[heard] = 0.98 * grown + 0.02 * weights[heard].sum() / heard.sum()
+    assert np.allclose(credit.weights, weights)
 
 
 def test_credit_starts_equal_and_stays_a_law() -> None:

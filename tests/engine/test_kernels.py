@@ -352,6 +352,29 @@ def test_what_is_judged_are_the_candidates_whose_parent_was_emitted(seed: int, e
 # ---- compilation
 
 
+@given(st.integers(0, 2**32))
+def test_tallies_are_those_of_masks(seed: int) -> None:
+    """Proposed, accepted and unique nodes by source, candidates verified, what they promised; stray nodes are passed over."""
+    rng = np.random.default_rng(seed)
+    size, num_sources = int(rng.integers(1, 9)), int(rng.integers(1, 5))
+    sources = rng.integers(0, 1 << num_sources, size)
+    sources[0] = 0
+    roles = np.sort(rng.integers(0, 2, size)).astype(np.uint8)
+    roles[0] = 0
+    probs = rng.random(size).astype(np.float32)
+    verified = np.sort(rng.permutation(size)[: rng.integers(1, size + 1)]).astype(np.int32)
+    path = verified[(verified > 0) & (roles[verified] == 0)]
+    counts = np.zeros((3, num_sources), np.int64)
+    strays = np.array([-1, size], np.int32)
+    num, expected = kernels.tally(sources, roles, probs, np.concatenate([verified, strays]), path, *counts)
+    assert num == len(path) and expected == pytest.approx(float(probs[path].sum(dtype=np.float64)))
+    for s in range(num_sources):
+        bit = 1 << s
+        assert counts[0, s] == sum(bool(mask & bit) for mask in sources[verified].tolist())
+        assert counts[1, s] == sum(bool(mask & bit) for mask in sources[path].tolist())
+        assert counts[2, s] == sum(mask == bit for mask in sources[path].tolist())
+
+
 def test_warmup_leaves_nothing_to_compile() -> None:
     """After warmup() a call with the types the engine uses compiles no further signature."""
     kernels.warmup()

@@ -175,7 +175,7 @@ def test_a_table_grows_with_what_it_holds_and_no_further() -> None:
 def test_warmup_leaves_nothing_to_compile() -> None:
     """After warmup() a request compiles no further signature."""
     warmup()
-    compiled = [kernels.learn, kernels.draft, kernels.score, kernels.count_common, kernels.rehash]
+    compiled = [kernels.learn, kernels.draft, kernels.score, kernels.count_common, kernels.rehash, kernels.miss, kernels.follow]
     before = [len(kernel.signatures) for kernel in compiled]
     memory = Tenant()
     taught(memory)

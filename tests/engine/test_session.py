@@ -51,6 +51,7 @@ def test_books_balance_over_any_run(seed: int) -> None:
     assert np.all(tally.unique <= tally.accepted) and np.all(tally.accepted <= tally.proposed)
     assert tally.unique.sum() <= tally.num_accepted <= tally.accepted.sum()
     assert tally.num_accepted <= tally.num_verified <= tally.proposed.sum()
+    assert np.all(tally.accepted <= tally.held) and np.all(tally.unique <= tally.alone) and np.all(tally.alone <= tally.held)
     assert 0 <= tally.expected <= tally.num_verified + 1e-5
 
 
@@ -191,6 +192,7 @@ def test_masks_name_the_sources_of_accepted_tokens() -> None:
     assert step.masks == (0b011, 0b001, 0)
     assert session.tally.accepted.tolist() == [2, 1, 0]
     assert session.tally.unique.tolist() == [1, 0, 0]
+    assert session.tally.held.tolist() == [2, 1, 0] and session.tally.alone.tolist() == [1, 0, 0]
 
 
 def test_a_worker_may_verify_fewer_nodes() -> None:
@@ -216,6 +218,15 @@ def test_cut_takes_back_what_came_after_the_end_of_the_text() -> None:
     assert session.finished and session.finish == "stop"
     assert (session.tally.num_accepted, session.tally.num_verified) == (2, 3)
     assert session.tally.accepted.tolist() == [2, 2] and session.tally.unique.tolist() == [0, 0]
+    assert session.tally.held.tolist() == [2, 2] and session.tally.alone.tolist() == [0, 0]
+
+
+def test_what_was_held_counts_whether_it_was_verified_or_not() -> None:
+    """A tree of one node: the token behind it stands in the longer draft all the same, and in no other."""
+    session = session_of(["a", "b"], max_nodes=1)
+    session.commit(answer(session.tree([chain([1, 2]), chain([1])], FREE), [1, 2]))
+    assert session.tally.accepted.tolist() == [1, 1] and session.tally.unique.tolist() == [0, 0]
+    assert session.tally.held.tolist() == [2, 1] and session.tally.alone.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("keep", [0, 3])
