@@ -73,6 +73,8 @@ TABLE_CONTEXT = 3
 
 _NOTHING_LEFT = np.zeros(0, np.uint64)
 
+_NOWHERE = np.zeros((0, 2), np.int64)
+
 POOL_ORDERS = np.array([1, 2, 4, 8], np.int64)
 """A pool chains the earlier places that agree in the last 1, 2, 4 and 8 tokens."""
 
@@ -95,12 +97,32 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     L' the next shorter length, c_L(x) the weight of the rows of length L or more that go on with x, C_L its sum over x, D_L
     the number of different x. Below the shortest stands 0: what is left over is the chance of something not seen. Rows that
     have ended are not counted. lengths[i] is the longest match among the rows at the node's parent, plus the parent's depth,
-    at most 64; counts[i] is the weight at that length there. Ties go to the smaller token, then to the earlier parent. No
-    rows, or a budget below 1: no nodes.
+    at most 64; counts[i] is the weight at that length there. Ties, which are paths whose probabilities agree to 2^-32 of
+    themselves, go to the smaller token (by its last 20 bits), then to the earlier parent. No rows, or a budget below 1: no
+    nodes.
 
     Cost: O(budget K (log K + number of lengths)) at worst; a node costs as much as it has rows, and rows run out fast.
     """
-    num_rows, depth_limit = continuations.shape
+    return _blend(continuations, lengths, weights, budget, continuations.shape[1], _NOWHERE, 4, 0)
+
+
+@kernel
+def _blend(
+    continuations: Int32,
+    lengths: Int32,
+    weights: Float64,
+    budget: int,
+    depth_limit: int,
+    places: Int64,
+    width: int,
+    vocab_size: int,
+) -> BlendResult:
+    """`blend` of rows of `depth_limit` tokens, of which the matrix may have the first columns only.
+
+    What is beyond them is read where it stands, and only when a node is opened, which few are: places int64 [K, 2] has the
+    addresses of a row's first token and of the end of its text, of `width` bytes a token.
+    """
+    num_rows, num_columns = continuations.shape
     size = max(0, min(budget, num_rows * depth_limit))
     tokens = np.empty(size, np.int32)
     parents = np.empty(size, np.int32)
@@ -113,32 +135,37 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     level_of, levels = _levels(lengths)
     num_levels = len(levels)
 
+    # Memory to work in is asked for once, and cut into pieces: asking costs as much as three nodes do. A row opens at most one
+    # candidate a depth.
+    limit = num_rows * min(depth_limit, size)
+    integers = np.empty(3 * num_rows + 1 + 6 * limit + 2 * size + 1, np.int64)
+    floats = np.empty(num_rows * (num_levels + 1) + num_levels + 2 * limit + size + 1, np.float64)
+
     # A node is a run of `keys`, one key a row, its next token above the row's number: sorting a run groups it by next token,
     # and every group is again a run, that of a child. The runs of a node's children lie inside its own, so one array does for
     # all.
-    keys = np.arange(num_rows)
-    room = np.empty(num_rows, np.int64)
-    child_weight = np.empty((num_rows, num_levels), np.float64)
-    own_weight = np.empty(num_levels, np.float64)
-    child_prob = np.empty(num_rows, np.float64)
-    child_low = np.empty(num_rows + 1, np.int64)
+    keys, integers = integers[:num_rows], integers[num_rows:]
+    for row in range(num_rows):
+        keys[row] = row
+    room, integers = integers[:num_rows], integers[num_rows:]
+    child_low, integers = integers[: num_rows + 1], integers[num_rows + 1 :]
+    child_weight, floats = floats[: num_rows * num_levels].reshape(num_rows, num_levels), floats[num_rows * num_levels :]
+    child_prob, floats = floats[:num_rows], floats[num_rows:]
+    own_weight, floats = floats[:num_levels], floats[num_levels:]
 
-    # What may be emitted next: a heap of numbers of candidates. A row opens at most one candidate a depth.
-    limit = num_rows * min(depth_limit, size)
-    heap = np.empty(limit, np.int64)
+    # What may be emitted next: a heap of numbers of candidates, and beside them what orders them.
+    heap, integers = integers[:limit], integers[limit:]
+    ranks, integers = integers[:limit], integers[limit:]
     heap_size = 0
     top_taken = False  # the heap's top was emitted: its first child takes its place there, which mostly stays the top
-    cand_path = np.empty(limit, np.float64)
-    cand_token = np.empty(limit, np.int64)
-    cand_node = np.empty(limit, np.int64)
-    cand_prob = np.empty(limit, np.float64)
-    cand_low = np.empty(limit, np.int64)
-    cand_high = np.empty(limit, np.int64)
+    cands, integers = integers[: 4 * limit].reshape(limit, 4), integers[4 * limit :]  # token, parent, low, high
+    cand_prob, floats = floats[:limit], floats[limit:]
+    cand_path, floats = floats[:limit], floats[limit:]
+    path_bits = cand_path.view(np.int64)
     num_cands = 0
 
-    node_depth = np.empty(size, np.int64)
-    node_length = np.empty(size + 1, np.int64)
-    node_count = np.empty(size + 1, np.float64)
+    node_depth, node_length = integers[:size], integers[size:]
+    node_count = floats
     num_nodes = 0
     node, depth, path, low, high = -1, 0, 1.0, 0, num_rows
 
@@ -148,9 +175,12 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
             end = low
             for i in range(low, high):
                 row = keys[i] & 0xFFFFFFFF
-                token = continuations[row, depth]
+                if depth < num_columns:
+                    token = int64(continuations[row, depth])
+                else:
+                    token = _token_beyond(places[row, 0], places[row, 1], depth, width, vocab_size)
                 if token >= 0:
-                    keys[end] = int64(token) << 32 | row
+                    keys[end] = token << 32 | row
                     end += 1
             num_children = 0
             if end - low == 1:
@@ -201,39 +231,38 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
                         child_prob[child] = child_weight[child, level] / (total + distinct) + escape * child_prob[child]
 
             for child in range(num_children):
-                cand_path[num_cands] = path * child_prob[child]
-                cand_token[num_cands] = keys[child_low[child]] >> 32
-                cand_node[num_cands] = node
+                token = keys[child_low[child]] >> 32
+                cands[num_cands, 0] = token
+                cands[num_cands, 1] = node
+                cands[num_cands, 2] = child_low[child]
+                cands[num_cands, 3] = child_low[child + 1]
                 cand_prob[num_cands] = child_prob[child]
-                cand_low[num_cands] = child_low[child]
-                cand_high[num_cands] = child_low[child + 1]
+                cand_path[num_cands] = path * child_prob[child]
+                rank = path_bits[num_cands] >> 20 << 20 | (0xFFFFF - (token & 0xFFFFF))
                 if top_taken:
-                    heap[0] = num_cands
-                    _sift_down(heap, heap_size, cand_path, cand_token)
+                    _sift_down(heap, ranks, heap_size, num_cands, rank)
                     top_taken = False
                 else:
-                    heap[heap_size] = num_cands
+                    _sift_up(heap, ranks, heap_size, num_cands, rank)
                     heap_size += 1
-                    _sift_up(heap, heap_size - 1, cand_path, cand_token)
                 num_cands += 1
 
         if top_taken:
             heap_size -= 1
-            heap[0] = heap[heap_size]
-            _sift_down(heap, heap_size, cand_path, cand_token)
+            _sift_down(heap, ranks, heap_size, heap[heap_size], ranks[heap_size])
         if heap_size == 0:
             break
         best = heap[0]
         top_taken = True
-        parent = cand_node[best]
-        tokens[num_nodes] = cand_token[best]
+        parent = cands[best, 1]
+        tokens[num_nodes] = cands[best, 0]
         parents[num_nodes] = parent
         probs[num_nodes] = cand_prob[best]
         match_lengths[num_nodes] = min(node_length[parent + 1], MAX_EVIDENCE_LENGTH)
         counts[num_nodes] = int(min(round(node_count[parent + 1]), 2147483647.0))
         depth = 1 if parent < 0 else node_depth[parent] + 1
         node_depth[num_nodes] = depth
-        node, path, low, high = num_nodes, cand_path[best], cand_low[best], cand_high[best]
+        node, path, low, high = num_nodes, cand_path[best], cands[best, 2], cands[best, 3]
         num_nodes += 1
         if num_nodes == size:
             break
@@ -308,38 +337,37 @@ def _sort(keys: Int64, low: int, high: int, room: Int64) -> None:
             begin = end
 
 
-@kernel
-def _before(a: int, b: int, path: Float64, token: Int64) -> bool:
-    """Whether candidate a is emitted before candidate b."""
-    if path[a] != path[b]:
-        return bool(path[a] > path[b])
-    if token[a] != token[b]:
-        return bool(token[a] < token[b])
-    return a < b
+# The heap of candidates is ordered by rank, an integer: the bits of the path's probability, which are ordered as it is, with the
+# complement of the token in the last 20, so that probabilities that agree to 2^-32 of themselves are a tie. Then the earlier
+# candidate goes first.
 
 
-@kernel
-def _sift_up(heap: Int64, at: int, path: Float64, token: Int64) -> None:
+@inlined
+def _sift_up(heap: Int64, ranks: Int64, at: int, candidate: int, rank: int) -> None:
+    """Put a candidate into a heap of `at`, from its end upwards."""
     while at > 0:
-        above = (at - 1) // 2
-        if not _before(heap[at], heap[above], path, token):
+        above = (at - 1) >> 1
+        if rank < ranks[above] or (rank == ranks[above] and candidate > heap[above]):
             break
-        heap[at], heap[above] = heap[above], heap[at]
+        heap[at], ranks[at] = heap[above], ranks[above]
         at = above
+    heap[at], ranks[at] = candidate, rank
 
 
-@kernel
-def _sift_down(heap: Int64, size: int, path: Float64, token: Int64) -> None:
+@inlined
+def _sift_down(heap: Int64, ranks: Int64, size: int, candidate: int, rank: int) -> None:
+    """Put a candidate in the place of the top of a heap of `size`."""
     at = 0
-    while True:
-        first = at
-        for below in (2 * at + 1, 2 * at + 2):
-            if below < size and _before(heap[below], heap[first], path, token):
-                first = below
-        if first == at:
+    while 2 * at + 1 < size:
+        below = 2 * at + 1
+        if below + 1 < size:
+            left, right = ranks[below], ranks[below + 1]
+            below += right > left or (right == left and heap[below + 1] < heap[below])
+        if rank > ranks[below] or (rank == ranks[below] and candidate < heap[below]):
             break
-        heap[at], heap[first] = heap[first], heap[at]
-        at = first
+        heap[at], ranks[at] = heap[below], ranks[below]
+        at = below
+    heap[at], ranks[at] = candidate, rank
 
 
 # Machine words
@@ -399,6 +427,16 @@ def _late(end: int) -> bool:
 
 
 @inlined
+def _token_beyond(begin: int, end: int, ahead: int, width: int, vocab_size: int) -> int:
+    """The token so far ahead of the address `begin`; -1 from the end of the document on, or of the text, at the address `end`."""
+    at = begin + ahead * width
+    if at + width > end:
+        return -1
+    token = token_at(carray(_pointer(at), end - at, np.uint8), width, 0)
+    return token if token < vocab_size else -1
+
+
+@inlined
 def _eight_bytes(text: Bytes, at: int) -> Any:
     """uint64: the bytes from `at` >= 0 on, the first one highest; 0 where the text has ended."""
     if at + 8 <= len(text):
@@ -419,11 +457,15 @@ def token_at(text: Bytes, width: int, position: int) -> int:
 def pack_key(key: Int32, width: int) -> UInt64:
     """uint64 [ceil(len(key) * width / 8)]: a key as it would stand in a text, eight bytes a word, the rest 0."""
     words = np.zeros((len(key) * width + 7) // 8, np.uint64)
-    at = 0
-    for token in key:
-        for shift in range(8 * width - 8, -8, -8):
-            words[at >> 3] |= np.uint64((int64(token) >> shift) & 255) << np.uint64(56 - 8 * (at & 7))
-            at += 1
+    size = 8 * width
+    for i in range(len(key)):
+        token = np.uint64(key[i]) & np.uint64((int64(1) << size) - 1)
+        word, room = i * size >> 6, 64 - (i * size & 63)
+        if size <= room:
+            words[word] |= token << np.uint64(room - size)
+        else:
+            words[word] |= token >> np.uint64(size - room)
+            words[word + 1] |= token << np.uint64(64 - size + room)
     return words
 
 
@@ -837,7 +879,8 @@ def lookup(
     class's exact count. After `end`, in nanoseconds of the monotonic clock (0: never), no more is searched for, and what has
     been found is blended.
     """
-    rows = np.empty((num_samples * num_classes, depth), np.int32)
+    rows = np.empty((num_samples * num_classes, 1), np.int32)
+    row_places = np.empty((num_samples * num_classes, 2), np.int64)
     lengths = np.empty(num_samples * num_classes, np.int32)
     weights = np.empty(num_samples * num_classes, np.float64)
     limit = usable_length(context, vocab_size, max_length)
@@ -886,6 +929,7 @@ def lookup(
                         longer,
                         longer_words,
                         rows,
+                        row_places,
                         num_rows,
                     )
                     num_fresh += fresh
@@ -900,7 +944,7 @@ def lookup(
         while slot >= 0 and rung(slot) >= length:
             slot -= 1
         length = rung(slot) if slot >= 0 else 0
-    return blend(rows[:num_rows], lengths[:num_rows], weights[:num_rows], budget)
+    return _blend(rows[:num_rows], lengths[:num_rows], weights[:num_rows], budget, depth, row_places, width, vocab_size)
 
 
 @kernel
@@ -961,13 +1005,15 @@ def _take(
     longer: int,
     longer_words: UInt64,
     rows: Int32,
+    row_places: Int64,
     num_rows: int,
 ) -> tuple[int, int]:
-    """Copy what follows the occurrences at `places` of what is left of an interval (low, high, left) to rows[num_rows:].
+    """Make rows from `num_rows` on of what follows the occurrences at `places` of what is left of an interval (low, high, left).
 
-    Returns how many rows there are then, and how many occurrences were looked at; those of the `longer` class are not. Three
-    passes, so that the processor waits for many places in memory at once and not for one after the other: where in the order,
-    where in the text, what is there.
+    A row's first token goes to `rows`, where it stands to `row_places`, both as `_blend` has them; none begins where a
+    document ends. Returns how many rows there are then, and how many occurrences were looked at; those of the `longer` class
+    are not. Three passes, so that the processor waits for many places in memory at once and not for one after the other: where
+    in the order, where in the text, what is there.
     """
     text, order, left, before = _text(segment), _order(segment), _left(segment), _before_blocks(segment)
     low, high = interval[0], interval[1]
@@ -985,25 +1031,16 @@ def _take(
         if longer and compare(text, width, position - ahead, longer_words, ahead) == 0:
             continue
         num_fresh += 1
-        num_rows += _copy(text, width, vocab_size, position + length, rows[num_rows])
+        if position >= 0:
+            begin = segment[0] + (position + length) * width
+            end = segment[0] + segment[1]
+            token = _token_beyond(begin, end, 0, width, vocab_size)
+            if token >= 0:
+                rows[num_rows, 0] = token
+                row_places[num_rows, 0] = begin
+                row_places[num_rows, 1] = end
+                num_rows += 1
     return num_rows, num_fresh
-
-
-@inlined
-def _copy(text: Bytes, width: int, vocab_size: int, position: int, row: Int32) -> bool:
-    """Copy the text from `position` on into the row, to the end of the document, and pad with -1. False if nothing follows."""
-    depth = len(row)
-    available = len(text) // width - position if position >= 0 else 0
-    i = 0
-    while i < min(depth, available):
-        token = token_at(text, width, position + i)
-        if token >= vocab_size:
-            break
-        row[i] = token
-        i += 1
-    for k in range(i, depth):
-        row[k] = -1
-    return i > 0
 
 
 # A text in memory that grows: chains of the places that agree in their last 1, 2, 4 or 8 tokens

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from retriever import kernels
 from retriever.continuations import Continuations
+from retriever.suffixes import pack_tokens, separator_of
 from tests.retriever.oracles import Row, assert_blended, paths_of
 
 DEPTH = 5
@@ -53,6 +54,36 @@ def test_the_order_of_rows_does_not_matter(rows: list[Row], random: object) -> N
     shuffled = rows[:]
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert paths_of(blend(rows, 20)) == paths_of(blend(shuffled, 20))
+
+
+@given(some_rows, st.integers(0, 30), st.integers(1, 4), st.integers(0, 2), st.integers(1, DEPTH + 3))
+def test_rows_may_stand_in_a_text(rows: list[Row], budget: int, width: int, num_columns: int, depth: int) -> None:
+    """What the matrix leaves out is read from the text, up to the end of the document, and the nodes are the same."""
+    separator = separator_of(width)
+    begins = np.cumsum([0] + [len(row.continuation) + 1 for row in rows])
+    tokens = [token for row in rows for token in (*row.continuation, separator)]
+    text = pack_tokens(np.array(tokens, np.int64), width).reshape(-1)
+    matrix = np.full((len(rows), num_columns), -1, np.int32)
+    for i, row in enumerate(rows):
+        beginning = row.continuation[:num_columns]
+        matrix[i, : len(beginning)] = beginning
+    places = np.array([(text.ctypes.data + begin * width, text.ctypes.data + len(text)) for begin in begins[:-1]], np.int64)
+    lengths = np.array([row.length for row in rows], np.int32)
+    weights = np.array([row.weight for row in rows], np.float64)
+    found = kernels._blend(matrix, lengths, weights, budget, depth, places.reshape(-1, 2), width, 4)
+    expected = blend([Row(row.continuation[:depth], row.length, row.weight) for row in rows], budget, depth)
+    for one, other in zip(found, (expected.tokens, expected.parents, expected.probs, expected.lengths), strict=False):
+        assert one.tolist() == other.tolist()
+
+
+@given(st.lists(st.integers(0, 250), max_size=20), st.integers(1, 4))
+def test_a_packed_key_is_a_beginning_of_text(key: list[int], width: int) -> None:
+    """A key is packed into words as tokens stand in a text, the rest of the last word being 0."""
+    words = kernels.pack_key(np.array(key, np.int32), width)
+    data = words.astype(">u8").tobytes()
+    assert data[: len(key) * width] == pack_tokens(np.array(key, np.int64), width).tobytes()
+    assert len(data) < len(key) * width + 8
+    assert not any(data[len(key) * width :])
 
 
 def test_by_hand() -> None:
