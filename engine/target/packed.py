@@ -34,7 +34,7 @@ from engine.target.quantize import Int8Matrix, Packed
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "draftloom int8, 1"
+_FORMAT = "draftloom int8, 2"
 _ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple, so that no vector the kernel loads lies on two cache lines."""
 
@@ -86,7 +86,8 @@ class Place:
 def place_of(folder: Path) -> Place:
     """The place for the model in `folder`, as it is now."""
     rests_on = hashlib.sha256(repr((_FORMAT, transformers.__version__, kernels.PANEL)).encode())
-    for code in (Packed, Int8Matrix.of, quantize.packed_shape, quantize.in_turns):
+    kernel = kernels.spread.py_func, kernels.spread_rows.py_func
+    for code in (Packed, Int8Matrix.of, quantize.packed_shape, quantize.in_turns, *kernel):
         rests_on.update(inspect.getsource(code).encode())
     for file in sorted(folder.glob("*.safetensors")):
         state = file.stat()

@@ -1,8 +1,10 @@
 """int8 on the CPU: weights per output channel, activations per row, every row's result its own.
 
-A row of activations is divided by its own largest value and rounded to 8 bits, a column of weights likewise. The products are
-integers, summed exactly in 32 bits (`kernels.multiply_panel`); what follows is elementwise. A row's result is then the same
-bits whatever else is in the batch, on any number of threads, with and without the processor's instruction for such products.
+A row of activations is divided by its own largest value and rounded to 8 bits, an output's weights likewise. A few activations
+are a hundred times larger than most, and would leave these two or three steps; so both are rotated first, which changes no
+product and gives every number a like share of the large ones (`kernels.spread`). The products are integers, summed exactly in
+32 bits (`kernels.multiply_panel`); what follows is elementwise. A row's result is then the same bits whatever else is in the
+batch, on any number of threads, with and without the processor's instruction for such products.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ _NO_RESIDUAL = np.zeros((0, 0), np.float32)
 class Packed:
     """A matrix as the kernel reads it.
 
-    1. `weights` int8 [panels, steps, PANEL, 4]: output PANEL * p + c and inputs 4 * s .. 4 * s + 3 stand at [p, s, c].
+    1. `weights` int8 [panels, steps, PANEL, 4]: output PANEL * p + c and inputs 4 * s .. 4 * s + 3, as `kernels.spread_rows`
+       leaves them, stand at [p, s, c].
     2. `offset` int32 [panels * PANEL] is 128 times the sum of each output's weights.
-    3. `scale` and `bias` float32 [panels * PANEL]. Outputs and inputs beyond the matrix are zeros.
+    3. `scale` and `bias` float32 [panels * PANEL]. Outputs beyond the matrix are zeros; so are inputs, before they are spread.
     """
 
     weights: NDArray[np.int8]
@@ -55,7 +58,7 @@ class Packed:
 
     @staticmethod
     def of(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
-        """Round and pack float [out, width]. |weight - int8 x scale| <= scale / 2, scale an output's largest weight / 127.
+        """Spread, round and pack float [out, width]: to half a step, an output's largest spread weight / 127.
 
         Raises ModelError for weights that are not finite or sums that would not fit into 32 bits.
         """
@@ -66,12 +69,14 @@ class Packed:
         weights = np.zeros((panels, steps, PANEL, 4), np.int8)
         scale, sums = np.zeros(panels * PANEL, np.float32), np.zeros(panels * PANEL, np.int32)
         for first in range(0, out, _PACKED_AT_ONCE):  # a float copy of a whole output head takes as much as the model
-            some = weight[first : first + _PACKED_AT_ONCE].detach().float()
+            some = torch.zeros(min(_PACKED_AT_ONCE, out - first), 4 * steps)
+            some[:, :width] = weight[first : first + len(some)].detach()
+            kernels.spread_rows(some.numpy())
             step = (some.abs().amax(1) / 127.0).clamp_min(1e-30)
             if not bool(torch.isfinite(step).all()):
                 raise ModelError("weights are not all finite numbers: the file is damaged")
             rounded = np.zeros((-(-len(some) // PANEL) * PANEL, 4 * steps), np.int8)
-            rounded[: len(some), :width] = (some / step[:, None]).round_().clamp_(-127, 127).to(torch.int8).numpy()
+            rounded[: len(some)] = (some / step[:, None]).round_().clamp_(-127, 127).to(torch.int8).numpy()
             at = slice(first // PANEL, first // PANEL + len(rounded) // PANEL)
             weights[at] = rounded.reshape(-1, PANEL, steps, 4).transpose(0, 2, 1, 3)
             scale[first : first + len(some)] = step.numpy()

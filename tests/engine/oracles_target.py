@@ -97,10 +97,27 @@ def forward(network: PreTrainedModel, path: Sequence[int]) -> NDArray[np.float32
     return logits
 
 
+def spread(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Rows [n, width] after `kernels.spread`, in float64; zeros fill them up to a multiple of four before."""
+    wide = np.pad(rows.astype(np.float64), ((0, 0), (0, -rows.shape[1] % 4)))
+    width, parts = wide.shape[1], 1
+    while 2 * parts <= width:
+        pairs = wide.reshape(len(wide), width // 2, 2)
+        wide, parts = np.concatenate([pairs.sum(2), pairs[:, :, 0] - pairs[:, :, 1]], 1), 2 * parts
+    return wide
+
+
+def unspread(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What `spread`, divided by 2^steps, makes these rows of: its matrix is orthogonal but for its size."""
+    return rows @ spread(np.eye(rows.shape[1], dtype=np.float32)).T
+
+
 def int8_matrix(weight: NDArray[np.float32]) -> NDArray[np.float64]:
-    """A weight matrix [out, width] after rounding to int8 per channel."""
-    scale = np.maximum(np.abs(weight).max(1, keepdims=True) / np.float32(127.0), np.float32(1e-12))
-    return np.clip(np.round(weight / scale), -127, 127) * scale.astype(np.float64)
+    """A weight matrix [out, width] spread (and divided by 2^steps), then rounded to int8 per channel: [out, width or more]."""
+    wide = spread(weight)
+    wide /= 2 ** int(np.log2(wide.shape[1]))
+    scale = np.maximum(np.abs(wide).max(1, keepdims=True) / 127.0, 1e-12)
+    return np.clip(np.round(wide / scale), -127, 127) * scale
 
 
 def best_cut(trees: Sequence[CandidateTree], curve: CostCurve, max_rows: int, other_rows: int) -> float:

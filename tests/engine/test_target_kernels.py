@@ -58,18 +58,44 @@ def test_rms_norm_sums_in_the_written_order(width: int) -> None:
     assert np.allclose(out, wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * weight, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("width", [2, 4, 12, 20, 64, 100, 576, 1000, 1536])
+def test_spreading_is_a_rotation_into_equal_parts(width: int) -> None:
+    """Of 0, 1 and -1, orthogonal, each number in 2^k places; the Walsh-Hadamard transform for powers of two."""
+    rotation = np.eye(width, dtype=np.float32)
+    kernels.spread_rows(rotation)
+    parts = 2 ** int(np.log2(width))
+    rotation *= parts
+    assert set(np.unique(rotation)) <= {-1.0, 0.0, 1.0} and set(np.abs(rotation).sum(1)) == {parts}
+    assert np.array_equal(rotation @ rotation.T, parts * np.eye(width))
+    if parts == width:
+        changes = np.sort((np.diff(rotation, axis=0) != 0).sum(0))
+        assert np.array_equal(changes, np.arange(width)), "every number of changes of sign once: Walsh's functions"
+
+
+@pytest.mark.parametrize("width", [4, 64, 2732, 8960])
+def test_rows_are_spread_as_written(width: int) -> None:
+    """The twin's numbers to rounding, and every output where the twin has it; products of spread rows are those of the rows."""
+    x, y = random(3, width), random(3, width, seed=1)
+    x[1, width // 2] = 1e4
+    found = np.stack([kernels.spread(row.copy(), np.empty_like(row)).copy() for row in x])
+    assert np.allclose(found, oracles.spread(x), rtol=1e-5, atol=1e-5 * np.abs(found).max())
+    kernels.spread_rows(y)
+    assert np.allclose(found.astype(np.float64) @ y.T, x.astype(np.float64) @ random(3, width, seed=1).T, atol=0.05)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_are_quantized_by_their_own_largest_value(width: int) -> None:
-    """uint8 around 128, the largest number at 1 or 255, half a step from the row at most, zeros behind; zero rows stay zero."""
+    """uint8 around 128, the largest number at 1 or 255, half a step from the spread row at most; zero rows stay zero."""
     x = random(4, width, scale=50.0)
     x[1] = 0.0
     x[2] *= 1e-20
-    out, scale = np.full((4, width + 4), 9, np.uint8), np.empty(4, np.float32)
+    expected = oracles.spread(x)
+    out, scale = np.full(expected.shape, 9, np.uint8), np.empty(4, np.float32)
     kernels.quantize_rows(x, NOTHING, np.float32(0), out, scale)
-    levels = out[:, :width].astype(np.float64) - kernels.ZERO
-    assert np.abs(levels).max(1).tolist() == [127, 0, 127, 127] and not out[:, width:].any()
-    assert np.allclose(scale[[0, 2, 3]], np.abs(x[[0, 2, 3]]).max(1) / 127, rtol=1e-6)
-    assert np.all(np.abs(levels * scale[:, None] - x)[[0, 2, 3]] <= 0.5001 * scale[[0, 2, 3], None])
+    levels = out.astype(np.float64) - kernels.ZERO
+    assert np.abs(levels).max(1).tolist() == [127, 0, 127, 127]
+    assert np.allclose(scale[[0, 2, 3]], np.abs(expected[[0, 2, 3]]).max(1) / 127, rtol=1e-5)
+    assert np.all(np.abs(levels * scale[:, None] - expected)[[0, 2, 3]] <= 0.501 * scale[[0, 2, 3], None])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -93,12 +119,13 @@ def test_normalizing_and_quantizing_in_one_go(width: int) -> None:
 
 
 def packed_random(out: int, width: int) -> tuple[Packed, NDArray[np.int64], NDArray[np.float32]]:
-    """A packed matrix, its integers int64 [out, width], and its scales and biases [2, out]."""
+    """A packed matrix, its integers int64 [out, width, a multiple of 4], and its scales and biases [2, out]."""
     rng = np.random.default_rng(out + width)
     weights = rng.integers(-127, 128, (out, width)).astype(np.int8)
     weights[:, 0] = 127  # every output's scale is then its own, exactly
     scale, bias = rng.random(out).astype(np.float32) + np.float32(0.5), rng.standard_normal(out).astype(np.float32)
-    packed = Packed.of(torch.from_numpy(weights * scale[:, None]), torch.from_numpy(bias))
+    unspread = oracles.unspread(weights * scale[:, None].astype(np.float64)).astype(np.float32)
+    packed = Packed.of(torch.from_numpy(unspread), torch.from_numpy(bias))
     return packed, weights.astype(np.int64), np.stack([packed.scale[:out], bias])
 
 
@@ -111,7 +138,7 @@ def product(packed: Packed, rows: NDArray[np.uint8], factor: NDArray[np.float32]
     return found
 
 
-@pytest.mark.parametrize(("out", "width"), [(1, 1), (31, 5), (32, 64), (97, 1000), (64, 8960)])
+@pytest.mark.parametrize(("out", "width"), [(1, 4), (31, 8), (32, 64), (97, 1000), (64, 2732)])
 def test_products_are_sums_of_integers(out: int, width: int) -> None:
     """For any number of rows and threads, extremes among them: the exact sum, scaled and shifted in the written order."""
     packed, weights, (scale, bias) = packed_random(out, width)

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_moved_aside_and_made_anew(damage: str, folder: Path, 
     elif damage == "empty":
         content.clear()
     else:
-        content[:] = bytes(content).replace(b"draftloom int8, 1", b"draftloom int8, 0")
+        content[:] = bytes(content).replace(b"draftloom int8, 2", b"draftloom int8, 0")
     file.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert np.array_equal(logits(load(folder, "int8")), expected)
