@@ -3,10 +3,9 @@
     python benchmarks/prior.py --out engine/prior.tsv
 
 Half of the library's files, chosen by hash, are the corpus. The others, and the topics of Python's help (prose), are replayed
-as
-requests: the first part of a text is the prompt, the next few hundred tokens the answer, one tenant for all. What calibration
-has learned at the end is cut to rates by match length, which hold for other texts, and rounded. Nothing of the texts
-is in it. Prints a table of how well it does on its own material, then one line of JSON.
+as requests: the first part of a text is the prompt, the next few hundred tokens the answer, one tenant for all. What
+calibration has learned at the end is cut to rates by match length, which hold for other texts, and rounded. Nothing of the
+texts is in it. Prints a table of how well it does on its own material, then one line of JSON.
 """
 
 from __future__ import annotations

@@ -5,17 +5,20 @@
     python benchmarks/replay.py --peers /tmp/peers-draft/bin/python     # beside other people's code
 
 Every set is a row of requests whose answers are known: recorded answers of models (the evaluation data's traces) and what a
-newer
-release of a package adds to an older one, which is the corpus there. The requests are served in order by the real sources,
-calibration and merge; a target that says what was recorded takes the place of the model, so a step costs microseconds, and the
-figure that is left is tokens per step. A tree always has as many nodes as the budget allows. What one answer taught
-(calibration,
-credit, history) is there for the next one of its set, and nothing crosses from set to set or from budget to budget.
+newer release of a package adds to an older one, which is the corpus there. The requests are served in order by the real
+sources, calibration and merge; a target that says what was recorded takes the place of the model, so a step costs microseconds,
+and the figure that is left is tokens per step. A tree always has as many nodes as the budget allows. What one answer taught
+(calibration, credit, history) is there for the next one of its set, and nothing crosses from set to set or from budget to
+budget.
 
 Rows: `all` sources together; each source alone; peers by their own code with the same budget of nodes on the same tokens
 (`replay_peers.py`, in an environment of its own); the oracle, which knows at every step which source will reach furthest and
 takes that one's draft. Calibration is judged on every node whose parent was accepted: the error over 15 bins of equal mass
 (expected calibration error) and the log-loss, `log_loss_raw` being that of the same nodes pooled as the sources had them.
+
+Time is that of five sources on the sets that have a corpus: `recycle` and `lookahead` are among them then, fed with made-up
+likely tokens. `overhead_us` is drafting and merging, `learning_us` what follows when the tokens are known, beside which the
+engine sends them already.
 
 Records are sampled by a hash of what they are about, in the file's order; `--limit` says how many a set. Two runs print the
 same, but for the microseconds.
@@ -57,7 +60,7 @@ from engine.prior import prior
 from engine.session import Session
 from engine.target import StepResult
 from engine.text import Tokenizer
-from engine.tree import CandidateTree, CostCurve, Draft
+from engine.tree import CANDIDATE, LOOKAHEAD, CandidateTree, CostCurve, Draft
 from retriever.datastore import Datastore
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,7 +69,16 @@ from complete import make_pair
 Tokens = NDArray[np.int32]
 
 FREE = CostCurve.flat()
+NEARLY_FREE = CostCurve(np.array([1, 64], np.int32), np.array([1.0, 1.01]))
+"""Rows worth a lookahead window."""
+
 SOURCES = ("corpus", "prompt", "history")
+HEARING = ("recycle", "lookahead")
+"""Sources that live on what the target says beside the text; here only their time is measured."""
+
+NUM_TIMED = 12
+"""Turns of a set by which time is measured."""
+
 NUM_BINS = 15
 
 console = Console(stderr=True)
@@ -184,7 +196,7 @@ def datastore(pair: str, tokenizer: Tokenizer, folder: Path) -> Datastore:
 
 @dataclass
 class Replay:
-    """What came of one row: tokens and steps, what each source alone had (`unique`), and the nodes that were judged.
+    """What came of one row: tokens and steps, what each source's own drafts had and no other's (`unique`), judged nodes.
 
     `judged` holds (probability given the parent, the same uncalibrated, 1 if it came true).
     """
@@ -194,7 +206,8 @@ class Replay:
     unique: dict[str, int] = field(default_factory=dict)
     promised: float = 0.0
     judged: list[NDArray[np.float64]] = field(default_factory=list)
-    microseconds: list[float] = field(default_factory=list)
+    drafting: list[float] = field(default_factory=list)
+    learning: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_step(self) -> float:
@@ -208,8 +221,13 @@ def replay(
     budget: int,
     vocab_size: int,
     calibration: Calibration | None = None,
+    *,
+    made_up: bool = False,
 ) -> Replay:
-    """Serve the turns with these sources and trees of `budget` nodes; a tenant without a calibration begins with the prior."""
+    """Serve the turns with these sources and trees of `budget` nodes; a tenant without a calibration begins with the prior.
+
+    With `made_up`, sources hear of every row what a target might find likely, see `hearsay`.
+    """
     found = Replay()
     drafters = list(make_drafters(names).values())
     calibration = calibration or Calibration.of(None, prior())
@@ -220,34 +238,50 @@ def replay(
             request = DraftRequest(DEFAULT_TENANT, "replay", turn.prompt, stores, memory=memory)
             with Panel(drafters, request, vocab_size, budget=budget, deadline=float("inf")) as panel:
                 session = Session(turn.prompt, panel.labels, calibration, budget)
-                await serve(session, panel, turn, found)
+                await serve(session, panel, turn, found, vocab_size if made_up else 0)
 
     asyncio.run(run())
     return found
 
 
-async def serve(session: Session, panel: Panel, turn: Turn, found: Replay) -> None:
-    """One request, step by step."""
+async def serve(session: Session, panel: Panel, turn: Turn, found: Replay, vocab_size: int = 0) -> None:
+    """One request, step by step. With a vocabulary, sources hear what is made up out of it."""
     limits = Limits(max_tokens=len(turn.answer))
     while not session.finished:
         done = session.num_emitted
         start = time.perf_counter()
         drafts = await panel.propose(session.tokens)
-        tree = session.tree(drafts, FREE)
+        tree = session.tree(drafts, NEARLY_FREE if vocab_size else FREE, panel.lookahead)
         drafted = time.perf_counter()
         ahead = turn.answer[done:]
         taken = walk(tree, lambda node, emitted, ahead=ahead: int(ahead[len(emitted)]), limits, done)
         judge(tree, drafts, taken.tokens, found)
         result = StepResult(taken.path, taken.tokens, taken.finish, np.arange(len(tree), dtype=np.int32))
+        feedback = hearsay(tree, taken.tokens, vocab_size) if vocab_size else result.feedback
         committing = time.perf_counter()
         step = session.commit(result)
-        panel.accept(step.tokens, result.feedback)
-        found.microseconds.append(1e6 * (drafted - start + time.perf_counter() - committing))
+        panel.accept(step.tokens, feedback)
+        found.drafting.append(1e6 * (drafted - start))
+        found.learning.append(1e6 * (time.perf_counter() - committing))
     found.num_tokens += session.num_emitted
     found.num_steps += session.tally.num_steps
-    for label, count in zip(session.labels, session.tally.unique.tolist(), strict=True):
+    for label, count in zip(session.labels, session.tally.alone.tolist(), strict=True):
         name = label.partition(":")[0]
         found.unique[name] = found.unique.get(name, 0) + count
+
+
+def hearsay(tree: CandidateTree, emitted: Tokens, vocab_size: int) -> Feedback:
+    """What a target might have found likely at every row of a tree: what it said where it said something, and seven tokens
+    scattered over the vocabulary by a hash of the row's."""
+    top_ids = (tree.tokens.astype(np.int64)[:, None] * np.arange(40_503, 40_511) + 7) % vocab_size
+    node = 0
+    for said in emitted.tolist():
+        top_ids[node, 0] = said
+        below = np.flatnonzero((tree.parents == node) & (tree.tokens == said) & (tree.roles == CANDIDATE))
+        if not len(below):
+            break
+        node = int(below[0])
+    return Feedback(top_ids.astype(np.int32), tree.tokens, tree.parents, int(np.count_nonzero(tree.roles == LOOKAHEAD)))
 
 
 # ---- judging the estimates
@@ -364,14 +398,12 @@ def reach(draft: Draft, ahead: Tokens, budget: int) -> int:
 # ---- the whole
 
 
-def figures(
-    turns: Sequence[Turn], stores: Mapping[str, Datastore], budget: int, vocab_size: int
-) -> tuple[dict[str, Any], Replay]:
+def figures(turns: Sequence[Turn], stores: Mapping[str, Datastore], budget: int, vocab_size: int) -> dict[str, Any]:
     """Every row of one set and budget but the peers'."""
     names = [name for name in SOURCES if name != "corpus" or stores]
     every = replay(turns, stores, names, budget, vocab_size)
     judged = np.concatenate(every.judged) if every.judged else np.zeros((0, 3))
-    row = {
+    return {
         "all": round(every.tokens_per_step, 4),
         "sources": {name: round(replay(turns, stores, [name], budget, vocab_size).tokens_per_step, 4) for name in names},
         "peers": {},
@@ -383,26 +415,45 @@ def figures(
         "unique": {name: round(count / max(every.num_steps, 1), 4) for name, count in every.unique.items()},
         "num_tokens": every.num_tokens,
     }
-    return row, every
 
 
-def peers(python: str, turns: Sequence[Turn], store: Datastore | None, budgets: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Budget -> peer -> tokens per step, by other people's code in their own environment."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "streams.npz"
-        np.savez(
-            path,
-            prompts=np.concatenate([turn.prompt for turn in turns]),
-            prompt_lengths=np.array([len(turn.prompt) for turn in turns]),
-            answers=np.concatenate([turn.answer for turn in turns]),
-            answer_lengths=np.array([len(turn.answer) for turn in turns]),
-            corpus=np.zeros(0, np.int32) if store is None else corpus_tokens(store),
-        )
-        script = Path(__file__).with_name("replay_peers.py")
-        said = subprocess.run(
-            [python, str(script), str(path), ",".join(map(str, budgets))], check=True, stdout=subprocess.PIPE, text=True
-        )
-    return dict(json.loads(said.stdout.splitlines()[-1]))
+def percentiles(microseconds: Sequence[float]) -> dict[str, float]:
+    """p50 and p99."""
+    return {f"p{p}": round(float(np.percentile(microseconds, p)), 1) for p in (50, 99)} if microseconds else {}
+
+
+def peers(
+    python: str, turns: Sequence[Turn], store: Datastore | None, budgets: Sequence[int], kept: Path
+) -> dict[int, dict[str, float]]:
+    """Budget -> peer -> tokens per step, by other people's code in their own environment.
+
+    They answer the same to the same streams, so what they said is kept in the folder `kept`, by streams, script and versions.
+    """
+    script = Path(__file__).with_name("replay_peers.py")
+    arrays = {
+        "prompts": np.concatenate([turn.prompt for turn in turns]),
+        "prompt_lengths": np.array([len(turn.prompt) for turn in turns]),
+        "answers": np.concatenate([turn.answer for turn in turns]),
+        "answer_lengths": np.array([len(turn.answer) for turn in turns]),
+        "corpus": np.zeros(0, np.int32) if store is None else corpus_tokens(store),
+    }
+    key = hashlib.sha256(script.read_bytes() + _ask([python, str(script), "versions"]).encode())
+    for name, array in arrays.items():
+        key.update(f"{name} {array.dtype} {len(array)}".encode() + array.tobytes())
+    file = kept / f"{key.hexdigest()}.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if missing := [str(size) for size in budgets if str(size) not in found]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "streams.npz"
+            np.savez(path, **arrays)  # type: ignore[arg-type]
+            found |= json.loads(_ask([python, str(script), str(path), ",".join(missing)]).splitlines()[-1])
+        kept.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found), encoding="utf-8")
+    return {size: found[str(size)] for size in budgets}
+
+
+def _ask(command: Sequence[str]) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def corpus_tokens(store: Datastore) -> Tokens:
@@ -425,8 +476,6 @@ def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
         "log-loss",
         "raw",
         "unique",
-        "p50",
-        "p99",
     ]
     for column in columns:
         table.add_column(column, justify="right")
@@ -441,7 +490,6 @@ def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
             f"{row['log_loss']:.3f}",
             f"{row['log_loss_raw']:.3f}",
             " ".join(f"{value:.2f}" for value in row["unique"].values()),
-            *(f"{value:.0f}" for value in row["microseconds"]),
         )
     Console(width=max(console.width, 150)).print(table)
 
@@ -457,32 +505,37 @@ def main(
     prepare_process()
     tokenizer = Tokenizer.load(tokenizer_folder(model))
     sizes = [int(size) for size in budgets.split(",")]
+    folder = cache_root().parent / "replay"
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for name in sets.split(","):
+    drafting: dict[int, list[float]] = {size: [] for size in sizes}
+    learning: dict[int, list[float]] = {size: [] for size in sizes}
+    names = sets.split(",")
+    timed = [name for name in names if isinstance(SETS[name], Completions)] or names
+    for name in names:
         kind = SETS[name]
         stores: dict[str, Datastore] = {}
         if isinstance(kind, Recording):
             turns = recorded(kind, limit or kind.limit, tokenizer)
         else:
             turns = completed(kind, limit or kind.limit, tokenizer)
-            stores = {kind.pair: datastore(kind.pair, tokenizer, cache_root().parent / "replay")}
+            stores = {kind.pair: datastore(kind.pair, tokenizer, folder)}
         store = next(iter(stores.values()), None)
-        beside = peers(peers_python, turns, store, sizes) if peers_python else {}
+        beside = peers(peers_python, turns, store, sizes, folder / "peers") if peers_python else {}
         found[name] = {}
         for size in sizes:
-            row, every = figures(turns, stores, size, tokenizer.vocab_size)
-            row["peers"] = beside.get(str(size), {})
-            row["microseconds"] = [round(float(np.percentile(every.microseconds, p)), 1) for p in (50, 99)]
-            times[size] += every.microseconds
-            found[name][size] = row
+            found[name][size] = figures(turns, stores, size, tokenizer.vocab_size) | {"peers": beside.get(size, {})}
+            if name in timed:
+                rows = (*(SOURCES if stores else SOURCES[1:]), *HEARING)
+                clocked = replay(turns[:NUM_TIMED], stores, rows, size, tokenizer.vocab_size, made_up=True)
+                drafting[size] += clocked.drafting
+                learning[size] += clocked.learning
         show(name, found[name])
         for each in stores.values():
             each.close()
-    overhead = {
-        size: {f"p{p}": round(float(np.percentile(times[size], p)), 1) for p in (50, 99)} for size in sizes if times[size]
-    }
-    print(json.dumps({"sets": found, "overhead_us": overhead}))
+    overhead = {size: percentiles(drafting[size]) for size in sizes}
+    print("microseconds a step, drafting and merging:", overhead)
+    after = {size: percentiles(learning[size]) for size in sizes}
+    print(json.dumps({"sets": found, "overhead_us": overhead, "learning_us": after}))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """Other people's drafters on the token streams of `replay.py`, by their own code, in an environment of their own.
 
     PEERS/bin/python benchmarks/replay_peers.py STREAMS.npz 4,8,16
+    PEERS/bin/python benchmarks/replay_peers.py versions
 
 `replay.py --peers` calls it. What is not installed there is left out. Rows:
 
     lookup          transformers' prompt lookup with its defaults: n-grams of up to 2 tokens, 10 drafted (no more than the
-    budget) lookup_best     the same with n-grams of up to 3 tokens and as many drafted as the budget has
+                    budget)
+    lookup_best     the same with n-grams of up to 3 tokens and as many drafted as the budget has
     suffix          arctic-inference's suffix decoding as vLLM calls it: chains, from the request's own tree or that of all
-    answers
-                    before, depth 24, 1.0 tokens drafted for a token matched, nothing below .1
+                    answers before, depth 24, 1.0 tokens drafted for a token matched, nothing below .1
     suffix_tree     the same with its tree mode
     suffix_best     its tree mode with depth 64, 4.0 tokens for a token matched, and nothing too unlikely
     rest            draftretriever over the corpus, as REST calls it: spans of 16 down to 2 tokens, at most 5,000 places, the
-    budget
-                    as the size of its draft buffer, 10 tokens deep
+                    budget as the size of its draft buffer, 10 tokens deep
 
 A peer is given the request's text up to the last token and answers with a draft; all that agrees with what was recorded is
-accepted, and one token more is emitted. REST drops tokens above 65,535, so it is given ids in the order in which they come up.
+accepted, and one token more is emitted. REST drops tokens above 65,535, so it is given ids in the order in which they come up; which of equally frequent paths it
+takes is left to a hash map, so its figures differ a little from run to run (replay.py keeps those of the first).
 The last line is JSON: budget -> row -> tokens per step.
 """
 
@@ -26,6 +27,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -176,5 +178,17 @@ def main(path, sizes):
     print(json.dumps(found))
 
 
+def versions():
+    """Which peers there are."""
+    for name in ("transformers", "arctic-inference", "draftretriever"):
+        try:
+            yield f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            yield f"{name} none"
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], [int(size) for size in sys.argv[2].split(",")])
+    if sys.argv[1] == "versions":
+        print("\n".join(versions()))
+    else:
+        main(sys.argv[1], [int(size) for size in sys.argv[2].split(",")])
