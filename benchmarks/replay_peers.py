@@ -16,8 +16,9 @@
                     budget as the size of its draft buffer, 10 tokens deep
 
 A peer is given the request's text up to the last token and answers with a draft; all that agrees with what was recorded is
-accepted, and one token more is emitted. REST drops tokens above 65,535, so it is given ids in the order in which they come up; which of equally frequent paths it
-takes is left to a hash map, so its figures differ a little from run to run (replay.py keeps those of the first).
+accepted, and one token more is emitted. REST drops tokens above 65,535, so it is given ids in the order in which they come up;
+which of equally frequent paths it takes is left to a hash map, so its figures differ a little from run to run (replay.py keeps
+those of the first).
 The last line is JSON: budget -> row -> tokens per step.
 """
 
