@@ -306,7 +306,8 @@ def best_size(path_probs: NDArray[np.float32], curve: CostCurve, num_trees: int 
     """
     first, end = num_trees + other_rows, num_trees + other_rows + len(path_probs) + 1
     seconds = curve.few[first:end] if end <= _FEW_ROWS else curve.at(np.arange(first, end))
-    return kernels.best_size(path_probs, seconds, num_trees)
+    size: int = kernels.best_size(path_probs, seconds, num_trees)
+    return size
 
 
 def with_room(size: int) -> int:
