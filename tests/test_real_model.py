@@ -166,22 +166,59 @@ def test_rows_are_strict_with_real_weights(real: Real) -> None:
             other.close()
 
 
+PAGE = """
+
+A tree of drafts is verified in one pass. The walk starts at the root, emits what the target chose, goes down if a child says
+the same, and stops if none does. What was accepted had been chosen before, not the other way round: the choice at a position is
+a function of the text in front of it and of the seed. So speed depends on the drafts, and the answer does not.
+
+| rows | 1 | 2 | 4 | 8 | 16 |
+| --- | --- | --- | --- | --- | --- |
+| milliseconds | 50 | 50 | 54 | 57 | 93 |
+
+## When memory is short
+
+Keys and values lie in blocks of 64 positions, and a request that could never fit is refused at once. Where blocks run out
+between two requests, drafts give way first; then the youngest sequence is set aside, and read again from its first token
+when there is room. Its text stays the same, since the noise knows the position and nothing else. An operator
+sees how often that happened:
+
+    draftloom status --server 127.0.0.1:50051
+
+```python
+def room(storage: Storage, waiting: list[Request]) -> Iterator[Request]:
+    for request in sorted(waiting, key=lambda request: request.arrived):
+        if storage.num_free * BLOCK < len(request.prompt) + request.max_tokens:
+            break
+        yield request
+```
+"""
+
+
 def test_int8_is_close_to_float32(real: Real, folder: Path) -> None:
-    """Over the prompt: logits correlate above 0.97, most largest tokens agree, and the text is about as surprising."""
-    text = real.prompt.tolist()
-    exact = Bench(load(folder, "float32"), 2)
+    """Code, prose and a table: perplexity within 1.5 %, laws within 0.006 nats of one another, most largest tokens the same."""
+    text = real.tokenizer.encode(PROMPT + PAGE).tolist()
+    exact = Bench(load(folder, "float32"), 8)
     expected = exact.read(exact.table(), text)
-    bench = Bench(real.target._model, 2)
+    bench = Bench(real.target._model, 8)
     found = bench.read(bench.table(), text)
     agreement = float(np.mean(found.argmax(1) == expected.argmax(1)))
-    correlation = float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(found, expected, strict=True)]))
     surprise = [_surprise(logits, text) for logits in (found, expected)]
-    assert agreement > 0.8 and correlation > 0.97 and abs(surprise[0] - surprise[1]) < 0.1, (agreement, correlation, surprise)
+    laws = [_log_law(logits) for logits in (expected, found)]
+    divergence = float(np.mean((np.exp(laws[0]) * (laws[0] - laws[1])).sum(1)))
+    assert abs(np.expm1(surprise[0] - surprise[1])) < 0.015 and divergence < 0.006, (surprise, divergence)
+    assert agreement > 0.9, agreement
+
+
+def _log_law(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities of rows of logits."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    law: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(1, keepdims=True))
+    return law
 
 
 def _surprise(logits: NDArray[np.float32], text: list[int]) -> float:
     """The mean negative log-likelihood of a text."""
-    wide = logits[:-1].astype(np.float64)
-    wide -= wide.max(1, keepdims=True)
-    law = wide - np.log(np.exp(wide).sum(1, keepdims=True))
-    return float(-np.mean(law[np.arange(len(wide)), text[1:]]))
+    law = _log_law(logits[:-1])
+    return float(-np.mean(law[np.arange(len(law)), text[1:]]))
