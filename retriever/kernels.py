@@ -337,9 +337,9 @@ def _sort(keys: Int64, low: int, high: int, room: Int64) -> None:
             begin = end
 
 
-# The heap of candidates is ordered by rank, an integer: the bits of the path's probability, which are ordered as it is, with the
-# complement of the token in the last 20, so that probabilities that agree to 2^-32 of themselves are a tie. Then the earlier
-# candidate goes first.
+# The heap of candidates is ordered by rank, an integer: the bits of the path's probability, which are ordered as it is, with
+# the complement of the token in the last 20, so that probabilities that agree to 2^-32 of themselves are a tie. Then the
+# earlier candidate goes first.
 
 
 @inlined
@@ -428,7 +428,7 @@ def _late(end: int) -> bool:
 
 @inlined
 def _token_beyond(begin: int, end: int, ahead: int, width: int, vocab_size: int) -> int:
-    """The token so far ahead of the address `begin`; -1 from the end of the document on, or of the text, at the address `end`."""
+    """The token so far ahead of the address `begin`; -1 beyond the document, or the text, which ends at the address `end`."""
     at = begin + ahead * width
     if at + width > end:
         return -1
@@ -1008,7 +1008,8 @@ def _take(
     row_places: Int64,
     num_rows: int,
 ) -> tuple[int, int]:
-    """Make rows from `num_rows` on of what follows the occurrences at `places` of what is left of an interval (low, high, left).
+    """Make rows, from `num_rows` on, of what follows the occurrences at `places` of what is left of an interval (low, high,
+    left).
 
     A row's first token goes to `rows`, where it stands to `row_places`, both as `_blend` has them; none begins where a
     document ends. Returns how many rows there are then, and how many occurrences were looked at; those of the `longer` class
