@@ -49,6 +49,7 @@ import os
 import re
 import shutil
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -62,9 +63,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from retriever import kernels
+from retriever import plain
 from retriever.errors import BadMagic, BadManifest, ChecksumMismatch, Truncated, UnsupportedVersion, VersionExists
-from retriever.suffixes import build_suffix_array, pack_tokens, separator_of, token_width, unpack_tokens
+from retriever.suffixes import KERNEL_TOKENS, build_suffix_array, pack_tokens, separator_of, token_width, unpack_tokens
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -73,6 +74,8 @@ HEADER = struct.Struct("<8sI4s4sIQQQQQ")
 SEGMENT_TOKENS = 1 << 26
 """Tokens of a segment before the next one is begun; the format has room for 2^31 - 1. See `segment_tokens_for`."""
 MANIFEST = "manifest.json"
+SMALL_FILE = 1 << 20
+"""Payloads of at most so many bytes are compared with their checksums whenever they are opened."""
 KINDS: Mapping[str, bytes] = {"tokens": b"toks", "suffixes": b"sufx", "documents": b"docs", "table": b"tabl"}
 """Ending of a segment's file -> the kind its header must have; every segment has these."""
 DELETED = "deleted"
@@ -192,6 +195,11 @@ class MappedFile:
     def entry(self) -> FileEntry:
         """What a manifest says of it."""
         return FileEntry(HEADER.size + self.header.payload_bytes, f"{self.header.payload_checksum:016x}")
+
+    @property
+    def small(self) -> bool:
+        """Whether reading all of it takes no time worth mentioning."""
+        return len(self.payload) <= SMALL_FILE
 
     def altered(self) -> bool:
         """`damaged`, but of the file as it lies on disk, not of the mapping. Raises OSError."""
@@ -581,26 +589,46 @@ def segment_tokens_for(memory: int, vocab_size: int) -> int:
     return max(1, min(memory // bytes_a_token, SEGMENT_TOKENS))
 
 
+def load_kernels() -> None:
+    """Load, or compile, the kernels that large segments are written with; it takes most of a second."""
+    from retriever import kernels
+
+    text, order = np.array([1, 2, 255], np.uint8), np.array([0, 1], np.int32)
+    kernels.rank_tokens(text, 1)
+    kernels.token_suffixes(order, 1, 2)
+    contexts = kernels.frequent_contexts(text, 1, order, 255, 1)
+    kernels.fill_table(np.zeros((16, 3), np.uint32), text, 1, order, contexts)
+
+
 def build_suffix_order(text: NDArray[np.uint8], width: int) -> NDArray[np.int32]:
     """int32: the positions of the tokens of a packed text, sorted, those of separators left out (they sort last)."""
-    tokens = unpack_tokens(text, width)
-    separators = tokens == separator_of(width)
-    num_ids = len(tokens) - int(np.count_nonzero(separators))
-    tokens[separators] = tokens.max(initial=0, where=~separators) + 1  # still the largest, but small enough to be counted
-    return build_suffix_array(tokens)[:num_ids]
+    order = build_suffix_array(text, width)
+    tokens = text.reshape(-1, width)
+    return order[: bisect_left(order, True, key=lambda position: bool(np.all(tokens[position] == 255)))]
 
 
 def build_table(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -> tuple[NDArray[np.uint32], int]:
-    """The table of the most frequent contexts, uint32 [slots, 3], and how many it holds.
+    """The table of the most frequent contexts, uint32 [slots, 3], and how many it holds. `order` is sound.
 
     At most half full, and at most 0.75 bytes a token (but 16 slots at least). O(n).
     """
-    num_slots = 1 << max(len(order) // 16, 16).bit_length() - 1
-    contexts = kernels.frequent_contexts(text, width, order, separator_of(width), _TABLE_MIN_COUNT)
-    contexts = contexts[np.argsort(-contexts[:, 2], kind="stable")[: num_slots // 2]]
-    table = np.zeros((num_slots, 3), np.uint32)
-    kernels.fill_table(table, text, width, order, contexts)
+    table = np.zeros((1 << max(len(order) // 16, 16).bit_length() - 1, 3), np.uint32)
+    separator = separator_of(width)
+    if len(order) >= KERNEL_TOKENS:
+        from retriever import kernels
+
+        contexts = _most_frequent(kernels.frequent_contexts(text, width, order, separator, _TABLE_MIN_COUNT), table)
+        kernels.fill_table(table, text, width, order, contexts)
+    else:
+        tokens = unpack_tokens(text, width)
+        contexts = _most_frequent(plain.frequent_contexts(tokens, order, separator, _TABLE_MIN_COUNT), table)
+        plain.fill_table(table, tokens, order, contexts)
     return table, len(contexts)
+
+
+def _most_frequent(contexts: NDArray[np.int64], table: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Those that fill half of the table."""
+    return contexts[np.argsort(-contexts[:, 2], kind="stable")[: len(table) // 2]]
 
 
 def tombstones(
@@ -610,10 +638,10 @@ def tombstones(
 
     (left suffixes of the order, how many of them before each 8 words and in all, deleted documents). O(n).
     """
-    left = kernels.left_suffixes(order, offsets, deleted)
+    left = plain.left_suffixes(order, offsets, deleted)
     documents = np.zeros(-(-len(deleted) // 64) * 64, np.bool_)
     documents[: len(deleted)] = deleted
-    return left, kernels.ranks(left), np.packbits(documents, bitorder="little").view(np.uint64)
+    return left, plain.ranks(left), np.packbits(documents, bitorder="little").view(np.uint64)
 
 
 def _tool() -> str:

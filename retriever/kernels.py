@@ -34,6 +34,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numpy.typing import NDArray
 
+from retriever.plain import TABLE_CONTEXT
+
 if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,9 +69,6 @@ inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 
 MAX_EVIDENCE_LENGTH = 64
 """Match lengths reported beside a node stop here."""
-
-TABLE_CONTEXT = 3
-"""The table knows contexts of 1 up to this many tokens."""
 
 _NOTHING_LEFT = np.zeros(0, np.uint64)
 
@@ -520,6 +519,37 @@ def upper_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens
 
 
 @kernel
+def rank_tokens(text: Bytes, width: int) -> tuple[Bytes, int]:
+    """(uint8 [n * w], w): every token's rank among the distinct ones of a text of at most three bytes a token, in the fewest
+    bytes w that hold it, big-endian. O(n + 2^(8 width)).
+    """
+    num_tokens = len(text) // width
+    occurs = np.zeros(1 << 8 * width, np.bool_)
+    for position in range(num_tokens):
+        occurs[token_at(text, width, position)] = True
+    separator = len(occurs) - 1
+    num_ids = separator
+    while num_ids > 0 and not occurs[num_ids - 1]:
+        num_ids -= 1
+    rank_of = np.empty(num_ids, np.int64)
+    num_kinds = 0
+    for token in range(num_ids):
+        rank_of[token] = num_kinds
+        num_kinds += occurs[token]
+    rank_width = 1
+    while num_kinds + occurs[separator] > 1 << 8 * rank_width:
+        rank_width += 1
+    ranked = np.empty(num_tokens * rank_width, np.uint8)
+    for position in range(num_tokens):
+        token = token_at(text, width, position)
+        rank = num_kinds if token == separator else rank_of[token]
+        for k in range(rank_width - 1, -1, -1):
+            ranked[position * rank_width + k] = rank & 255
+            rank >>= 8
+    return ranked, rank_width
+
+
+@kernel
 def token_suffixes(byte_order: Any, width: int, num_tokens: int) -> Int32:
     """int32 [num_tokens]: the sorted byte positions at which a token of `width` bytes begins, counted in tokens. O(n)."""
     order = np.empty(num_tokens, np.int32)
@@ -571,6 +601,7 @@ def table_find(table: UInt32, key: Int32, length: int, num_suffixes: int) -> tup
 def frequent_contexts(text: Bytes, width: int, order: Int32, separator: int, min_count: int) -> Int64:
     """int64 [m, 3]: (length, low, count) of every context of 1 to 3 tokens that occurs `min_count` times or more. O(n)."""
     num_tokens = len(text) // width
+    address = text.ctypes.data
     found = np.empty((TABLE_CONTEXT * (len(order) // min_count) + 1, 3), np.int64)
     num_found = 0
     begin = np.zeros(TABLE_CONTEXT, np.int64)  # where the run of suffixes that share their first k + 1 tokens began
@@ -578,6 +609,8 @@ def frequent_contexts(text: Bytes, width: int, order: Int32, separator: int, min
     for i in range(len(order) + 1):
         same = i < len(order)
         is_context = True
+        if i + 32 < len(order):
+            _prefetch(address + order[i + 32] * width)
         for k in range(TABLE_CONTEXT):
             token = -1
             if i < len(order) and order[i] + k < num_tokens:
@@ -639,40 +672,6 @@ def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, key: Int
 # no such arrays (size 0).
 
 
-@kernel
-def left_suffixes(order: Int32, offsets: Int64, deleted: Any) -> UInt64:
-    """uint64 [ceil(n / 64)]: bit i is set if the document of suffix i is not deleted. O(n).
-
-    Document d is the text from offsets[d] (int64 [D + 1]) on, gone if deleted[d] (bool [D]). Bits beyond the order are 0, and
-    so are those of positions that are in no document.
-    """
-    num_tokens = max(offsets[-1], 0)
-    kept = np.zeros((num_tokens + 63) // 64, np.uint64)
-    for document in range(len(deleted)):
-        if not deleted[document]:
-            for position in range(max(offsets[document], 0), min(offsets[document + 1], num_tokens)):
-                kept[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
-    left = np.zeros((len(order) + 63) // 64, np.uint64)
-    for i in range(len(order)):
-        position = int64(order[i])
-        if 0 <= position < num_tokens and kept[position >> 6] >> np.uint64(position & 63) & np.uint64(1):
-            left[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
-    return left
-
-
-@kernel
-def ranks(left: UInt64) -> UInt64:
-    """uint64 [ceil(words / 8) + 1]: how many bits are set before each block of 8 words, and in all. O(n)."""
-    before = np.zeros((len(left) + 7) // 8 + 1, np.uint64)
-    total = 0
-    for word in range(len(left)):
-        if word & 7 == 0:
-            before[word >> 3] = total
-        total += _popcount(left[word])
-    before[-1] = total
-    return before
-
-
 @inlined
 def _popcount(word: Any) -> int:
     """How many bits of a uint64 are set."""
@@ -684,7 +683,7 @@ def _popcount(word: Any) -> int:
 
 @inlined
 def left_before(left: UInt64, before: UInt64, i: int) -> int:
-    """How many of the first i suffixes are left, 0 <= i <= n; `before` is that of `ranks`."""
+    """How many of the first i suffixes are left, 0 <= i <= n; `before` is that of `plain.ranks`."""
     block = i >> 9
     total = int64(before[block])
     for word in range(block << 3, i >> 6):
@@ -1222,9 +1221,9 @@ def warmup() -> None:
     context = np.array([1], np.int32)
     count_matches(segments, 1, context, np.zeros((1, 3), np.int64))
     longest(segments, 1, context, 1)
-    ranks(left_suffixes(order, np.array([0, 4], np.int64), np.array([False])))
     lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4, 0)
     next_tokens(text, 1, order, _NOTHING_LEFT, _NOTHING_LEFT, 1, 0, 1, 1)
     order_faults(text, 1, order, 1, 8)
     all_order_faults(text, 1, order, 255)
+    rank_tokens(text, 1)
     token_suffixes(order, 1, 3)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever import kernels
+from retriever import plain
+
+KERNEL_TOKENS = 1 << 20
+"""A text of so many tokens is worth the time that loading compiled kernels takes."""
 
 
 def token_width(vocab_size: int) -> int:
@@ -36,34 +39,27 @@ def unpack_tokens(packed: NDArray[np.uint8], width: int) -> NDArray[np.uint32]:
     return wide.view(">u4").reshape(-1).astype(np.uint32)
 
 
-def build_suffix_array(tokens: NDArray[np.integer]) -> NDArray[np.int32]:
-    """int32 [n]: the positions of a text of token ids [n] (0 <= id < 2^32), sorted by the text that starts there.
+def build_suffix_array(text: NDArray[np.uint8], width: int) -> NDArray[np.int32]:
+    """int32 [n]: the positions of a packed text of n tokens, sorted by the text that starts there.
 
     libdivsufsort sorts bytes. Tokens are first replaced by their rank among those that occur, which keeps the order and mostly
     needs fewer bytes; big-endian, the suffixes that start at a token's first byte sort as the tokens do, and the others are
-    dropped. O(n log n), some 5 to 8 million tokens a second on one core; peak memory about 5 bytes a byte of packed text.
+    dropped. O(n log n), some 6 to 10 million tokens a second on one core; peak memory about 5 bytes a byte of ranks.
     """
     import pydivsufsort
 
-    if not len(tokens):
+    num_tokens = len(text) // width
+    if not num_tokens:
         return np.zeros(0, np.int32)
-    if len(tokens) > 2**31 - 1:
-        raise ValueError(f"a segment holds at most 2^31 - 1 tokens: {len(tokens)}; use smaller segments")
-    ranks, num_kinds = _ranks(tokens)
-    width = max(1, ((num_kinds - 1).bit_length() + 7) // 8)
-    packed = pack_tokens(ranks, width)
-    del ranks
-    order = pydivsufsort.divsufsort(packed)
-    return kernels.token_suffixes(order, width, len(tokens))
+    if num_tokens > 2**31 - 1:
+        raise ValueError(f"a segment holds at most 2^31 - 1 tokens: {num_tokens}; use smaller segments")
+    if with_kernels := num_tokens >= KERNEL_TOKENS and width <= 3:
+        from retriever import kernels
 
-
-def _ranks(tokens: NDArray[np.integer]) -> tuple[NDArray[np.integer], int]:
-    """Every token's rank among the distinct tokens, and how many those are. Counts where ids are small, else sorts."""
-    largest = int(tokens.max())
-    if largest > 4 * len(tokens) + 65536:
-        kinds, ranks = np.unique(tokens, return_inverse=True)
-        return ranks, len(kinds)
-    occurs = np.zeros(largest + 1, np.bool_)
-    occurs[tokens] = True
-    rank_of = np.cumsum(occurs, dtype=np.uint32) - np.uint32(1)
-    return rank_of[tokens], int(rank_of[-1]) + 1
+        ranked, rank_width = kernels.rank_tokens(text, width)
+    else:
+        ranks, num_kinds = plain.rank_tokens(unpack_tokens(text, width))
+        rank_width = max(1, ((num_kinds - 1).bit_length() + 7) // 8)
+        ranked = pack_tokens(ranks, rank_width)
+    order = pydivsufsort.divsufsort(ranked)
+    return (kernels if with_kernels else plain).token_suffixes(order, rank_width, num_tokens)

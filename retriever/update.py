@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.datastore import Datastore, Segment
 from retriever.errors import ChecksumMismatch
-from retriever.format import KINDS, SEGMENT_TOKENS, OnProgress, VersionWriter, tombstones
+from retriever.format import KINDS, SEGMENT_TOKENS, Manifest, OnProgress, VersionWriter, tombstones
+from retriever.segment import Segment, open_segments
 
 GROWTH = 2
 """A segment is joined with the smaller ones if it is at most this many times as large as they are together."""
@@ -56,16 +56,15 @@ def write_update(
     Cost: one pass over the order of every segment that loses documents, and sorting what is written. Memory, failures and
     progress as in `format.write_version`; raises what it raises, and a FormatError where the base cannot be read.
     """
-    with (
-        Datastore.open(base) as store,
-        VersionWriter(
-            root, corpus, version_id, vocab_size=store.vocab_size, segment_tokens=segment_tokens, on_progress=on_progress
-        ) as writer,
-    ):
+    manifest = Manifest.read(base)
+    segments = open_segments(base, manifest)
+    with VersionWriter(
+        root, corpus, version_id, vocab_size=manifest.vocab_size, segment_tokens=segment_tokens, on_progress=on_progress
+    ) as writer:
         for name, tokens in documents:
             writer.add(name, tokens)
         gone = frozenset(removed() if callable(removed) else removed)
-        remains = [_Remains.of(segment, gone) for segment in store.segments()]
+        remains = [_Remains.of(segment, gone) for segment in segments]
         for remain in _rewritten(remains, writer.open_tokens, segment_tokens, most_deleted):
             remains.remove(remain)
             remain.refuse_damage()
@@ -76,9 +75,9 @@ def write_update(
             if remain.num_documents:
                 remain.link_to(writer)
         writer.finish(
-            fingerprint=store.fingerprint,
-            options=store.manifest.options if options is None else options,
-            sources=store.manifest.sources if sources is None else sources,
+            fingerprint=manifest.fingerprint,
+            options=manifest.options if options is None else options,
+            sources=manifest.sources if sources is None else sources,
             num_text_bytes=num_text_bytes() if callable(num_text_bytes) else num_text_bytes,
             metadata=metadata() if callable(metadata) else metadata,
         )

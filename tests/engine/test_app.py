@@ -32,6 +32,7 @@ from engine.target.fake import FakeSequence, FakeTarget
 from engine.text import Tokenizer
 from engine.tree import CandidateTree
 from retriever import datastore
+from retriever import format as corpus_format
 from retriever.errors import Closed
 from retriever.format import write_version
 from tests import oracles
@@ -665,7 +666,7 @@ def test_damage_in_a_large_file_is_found_in_the_background(
     verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests need not wait for the checksums; once they are found wrong the version is refused, its successor not."""
-    monkeypatch.setattr(datastore, "_SMALL", 0)
+    monkeypatch.setattr(corpus_format, "SMALL_FILE", 0)
     path = publish(tmp_path, [SPELL, SPELL]) / "seg-0000.suffixes"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

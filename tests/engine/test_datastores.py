@@ -13,6 +13,7 @@ from corpora.catalog import Catalog
 from engine.datastores import Checks, Corpora
 from engine.errors import CorpusUnusable, NotFound
 from retriever import datastore
+from retriever import format as corpus_format
 from retriever.format import MappedFile
 from tests.engine.test_app import SPELL, Target, publish, run_with, usable
 
@@ -138,7 +139,7 @@ def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     assert [fault(tmp_path / "notes") for _ in range(3)] == ["", "", ""] and num_reads == 1
     assert [fault(None) for _ in range(2)] == ["", ""] and num_reads == 3
-    monkeypatch.setattr(datastore, "_SMALL", 0)
+    monkeypatch.setattr(corpus_format, "SMALL_FILE", 0)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retriever import datastore, format
+from retriever import format
 from retriever.datastore import Datastore
 from retriever.errors import FormatError
 from retriever.format import read_metadata, write_version
@@ -87,7 +87,7 @@ def test_damage_costs_drafts_at_most(
     harmless = how != "remove" and content == whole
     with pytest.MonkeyPatch.context() as patch:
         if not small:
-            patch.setattr(datastore, "_SMALL", -1)
+            patch.setattr(format, "SMALL_FILE", -1)
         try:
             store = Datastore.open(path)
         except FormatError as error:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from retriever import datastore, format
+from retriever import format
 from retriever.datastore import Datastore
 from retriever.errors import BadMagic, BadManifest, ChecksumMismatch, FormatError, Truncated, UnsupportedVersion, VersionExists
 from retriever.format import write_version
@@ -208,7 +208,7 @@ def test_flipped_bits_in_large_files_spoil_drafts_only(name: str, build: Build, 
     rng = np.random.default_rng(5)
     monkeypatch.setattr(format, "_TABLE_MIN_COUNT", 1)  # else so small a corpus has an empty table
     path = build([rng.integers(0, 7, 60).tolist() for _ in range(5)], vocab_size=300).path
-    monkeypatch.setattr(datastore, "_SMALL", -1)
+    monkeypatch.setattr(format, "SMALL_FILE", -1)
     whole = (path / name).read_bytes()
     contexts = [rng.integers(0, 7, 6).astype(np.int32) for _ in range(12)]
     for _ in range(40):

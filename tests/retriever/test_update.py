@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retriever import datastore, format
+from retriever import format
 from retriever.datastore import Datastore
 from retriever.errors import ChecksumMismatch, VersionExists
 from retriever.format import read_metadata, write_version
@@ -211,7 +211,7 @@ def test_damage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     data = bytearray(path.read_bytes())
     data[80] ^= 1
     path.write_bytes(data)
-    monkeypatch.setattr(datastore, "_SMALL", -1)
+    monkeypatch.setattr(format, "SMALL_FILE", -1)
     with pytest.raises(ChecksumMismatch, match=r"seg-0000\.tokens"):
         corpus.update({}, ["d0"], most_deleted=0)
     assert [folder.name for folder in (tmp_path / "c" / "versions").iterdir()] == ["v0"]
