@@ -122,7 +122,7 @@ def build(
             options=recorded_options(options, opened, model),
             sources=[source.spec for source in opened],
             num_text_bytes=lambda: stream.tally.num_bytes,
-            metadata=stream.record,
+            metadata=lambda: stream.record(tokenizer.checksum),
             segment_tokens=options.segment_tokens,
             on_progress=stream.on_written,
         )
@@ -209,11 +209,10 @@ def segment_tokens_within(memory: int, vocab_size: int) -> int:
 
 
 def _load_kernels() -> None:
-    """Have what sorts a segment loaded by the time that there is one to sort: it takes most of a second."""
-    from retriever.format import build_suffix_order, build_table
+    """Have what sorts a segment loaded by the time that there is one to sort."""
+    from retriever.format import load_kernels
 
-    text = np.array([1, 2, 255], np.uint8)
-    build_table(text, 1, build_suffix_order(text, 1))
+    load_kernels()
 
 
 def recorded_options(options: BuildOptions, sources: Sequence[Source], model: str) -> dict[str, Any]:
@@ -253,9 +252,9 @@ class Stream:
                 yield from zip(names, ids, strict=True)
                 self.say("tokenize")
 
-    def record(self) -> bytes:
-        """What an update needs to know, once all documents have been read."""
-        return self._recorder.dump(self.tally)
+    def record(self, checksum: str) -> bytes:
+        """What an update needs to know, once all documents have been read by the tokenizer of this checksum."""
+        return self._recorder.dump(self.tally, checksum)
 
     def say(self, stage: str) -> None:
         """Report the state of things, as of `stage`."""

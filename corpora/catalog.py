@@ -31,8 +31,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlite_utils import Database, Migrations
-
 from corpora.errors import (
     CatalogCorrupt,
     CatalogError,
@@ -45,6 +43,8 @@ from corpora.errors import (
 )
 
 if TYPE_CHECKING:
+    from sqlite_utils import Database
+
     from retriever.datastore import Problem
 
 DEFAULT_TENANT = "default"
@@ -102,8 +102,8 @@ class Catalog:
         with self._reading() as db:
             if db is None:
                 return []
-            where, values = ("tenant = ?", [tenant]) if tenant is not None else (None, None)
-            return [_corpus(db, row) for row in db.table("corpora").rows_where(where, values, order_by="name")]
+            rows = db.execute("select * from corpora where tenant = coalesce(?, tenant) order by name", [tenant])
+            return [_corpus(db, row) for row in rows.fetchall()]
 
     def get(self, name: str, tenant: str = DEFAULT_TENANT) -> Corpus:
         """One corpus. Raises CorpusNotFound (with a near name, if there is one), CatalogError."""
@@ -115,7 +115,7 @@ class Catalog:
         with self._reading() as db:
             self._find(db, name, tenant)
             assert db is not None
-            return [_version(row) for row in db.table("versions").rows_where("corpus = ?", [name], order_by="id desc")]
+            return [_version(row) for row in db.execute("select * from versions where corpus = ? order by id desc", [name])]
 
     def version_path(self, name: str, version: str) -> Path:
         """Where a version lies, whether or not it exists."""
@@ -165,10 +165,14 @@ class Catalog:
         """Enter a complete version and make it active, in one transaction. Raises InvalidName, CatalogError."""
         with self._writing() as db:
             self._refuse_taken(db, version.corpus, tenant)
-            active = next((row["active"] for row in db.table("corpora").rows_where("name = ?", [version.corpus])), "")
-            db.table("versions").insert({**asdict(version), "sources": json.dumps(version.sources)})
-            db.table("corpora").upsert(
-                {"name": version.corpus, "tenant": tenant, "active": version.id, "previous": active}, pk="name"
+            row = db.execute("select active from corpora where name = ?", [version.corpus]).fetchone()
+            values = {**asdict(version), "sources": json.dumps(version.sources)}
+            db.execute(
+                f"insert into versions ({', '.join(values)}) values ({', '.join(f':{column}' for column in values)})", values
+            )
+            db.execute(
+                "insert or replace into corpora (name, tenant, active, previous) values (?, ?, ?, ?)",
+                [version.corpus, tenant, version.id, row["active"] if row else ""],
             )
 
     def activate(self, name: str, version: str, tenant: str = DEFAULT_TENANT) -> Version:
@@ -178,11 +182,11 @@ class Catalog:
         """
         with self._writing() as db:
             corpus = self._find(db, name, tenant)
-            row = next(db.table("versions").rows_where("corpus = ? and id = ?", [name, version]), None)
+            row = db.execute("select * from versions where corpus = ? and id = ?", [name, version]).fetchone()
             if row is None or not self.version_path(name, version).is_dir():
                 raise VersionNotFound(f"corpus {name} has no such version: {version}; see `draftloom corpus show {name}`")
             if version != corpus.active.id:
-                db.table("corpora").update(name, {"active": version, "previous": corpus.active.id})
+                db.execute("update corpora set active = ?, previous = ? where name = ?", [version, corpus.active.id, name])
             return _version(row)
 
     def rollback(self, name: str, tenant: str = DEFAULT_TENANT) -> Version:
@@ -204,8 +208,8 @@ class Catalog:
         with self.lock(name):
             with self._writing() as db:
                 self._find(db, name, tenant)
-                db.table("versions").delete_where("corpus = ?", [name])
-                db.table("corpora").delete(name)
+                db.execute("delete from versions where corpus = ?", [name])
+                db.execute("delete from corpora where name = ?", [name])
             folder = self.root / name
             if folder.exists():
                 trash = self.root / f".trash-{name}-{secrets.token_hex(4)}"
@@ -236,10 +240,11 @@ class Catalog:
         The caller holds its lock. Returns the removed folders. Raises CatalogError.
         """
         with self._writing() as db:
-            row = next(db.table("corpora").rows_where("name = ?", [name]), None)
+            row = db.execute("select active, previous from corpora where name = ?", [name]).fetchone()
             kept = {row["active"], row["previous"]} if row else set()
-            for version in [r["id"] for r in db.table("versions").rows_where("corpus = ?", [name]) if r["id"] not in kept]:
-                db.table("versions").delete((name, version))
+            known = [row["id"] for row in db.execute("select id from versions where corpus = ?", [name])]
+            for version in [id for id in known if id not in kept]:
+                db.execute("delete from versions where corpus = ? and id = ?", [name, version])
         folder = self.root / check_name(name) / "versions"
         removed = [path for path in sorted(folder.iterdir()) if path.name not in kept] if folder.is_dir() else []
         for path in removed:
@@ -285,14 +290,14 @@ class Catalog:
     # connections
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[Database | None]:
+    def _reading(self) -> Iterator[sqlite3.Connection | None]:
         """A connection to read with, None if there is no catalog."""
         path = self.root / CATALOG_FILE
         if not path.exists():
             yield None
             return
-        with _reporting_sqlite_errors(path), contextlib.closing(_connect_to_read(path)) as connection:
-            db = Database(connection, execute_plugins=False)
+        with _reporting_sqlite_errors(path), contextlib.closing(_connect_to_read(path)) as db:
+            db.row_factory = sqlite3.Row
             taken = _steps_taken(db, path)
             if not taken:
                 yield None
@@ -305,21 +310,21 @@ class Catalog:
             yield db
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[Database]:
+    def _writing(self) -> Iterator[sqlite3.Connection]:
         """A connection within one transaction that is alone in writing; an exception undoes all of it."""
         if self.read_only:
             raise CatalogError(f"catalog was opened to read only: {self.root / CATALOG_FILE}; open it for writing")
         self._create_root()
         path = self.root / CATALOG_FILE
-        with _reporting_sqlite_errors(path), contextlib.closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
-            db = Database(connection, execute_plugins=False)
+        with _reporting_sqlite_errors(path), contextlib.closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as db:
+            db.row_factory = sqlite3.Row
             _enter_wal(db)
             db.execute("PRAGMA foreign_keys = on")
             db.execute("PRAGMA synchronous = full")
             db.execute("BEGIN IMMEDIATE")
             try:
                 if _steps_taken(db, path) < _STEP_NAMES:
-                    MIGRATIONS.apply(db)
+                    _take_steps(db)
                 yield db
                 db.commit()
             except BaseException:
@@ -330,8 +335,8 @@ class Catalog:
         with _reporting_os_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def _find(self, db: Database | None, name: str, tenant: str) -> Corpus:
-        mine = list(db.table("corpora").rows_where("tenant = ?", [tenant])) if db is not None else []
+    def _find(self, db: sqlite3.Connection | None, name: str, tenant: str) -> Corpus:
+        mine = db.execute("select * from corpora where tenant = ?", [tenant]).fetchall() if db is not None else []
         row = next((row for row in mine if row["name"] == name), None)
         if row is None or db is None:
             near = difflib.get_close_matches(name, [row["name"] for row in mine], n=1)
@@ -340,8 +345,8 @@ class Catalog:
         return _corpus(db, row)
 
     @staticmethod
-    def _refuse_taken(db: Database, name: str, tenant: str) -> None:
-        if next(db.table("corpora").rows_where("name = ? and tenant <> ?", [name, tenant]), None):
+    def _refuse_taken(db: sqlite3.Connection, name: str, tenant: str) -> None:
+        if db.execute("select 1 from corpora where name = ? and tenant <> ?", [name, tenant]).fetchone():
             raise InvalidName(f"corpus name is not available: {name}; choose another")
 
 
@@ -374,12 +379,13 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _corpus(db: Database, row: dict[str, Any]) -> Corpus:
-    return Corpus(row["name"], row["tenant"], _version(db.table("versions").get((row["name"], row["active"]))), row["previous"])
+def _corpus(db: sqlite3.Connection, row: sqlite3.Row) -> Corpus:
+    active = db.execute("select * from versions where corpus = ? and id = ?", [row["name"], row["active"]]).fetchone()
+    return Corpus(row["name"], row["tenant"], _version(active), row["previous"])
 
 
-def _version(row: dict[str, Any]) -> Version:
-    return Version(**{**row, "sources": tuple(json.loads(row["sources"]))})
+def _version(row: sqlite3.Row) -> Version:
+    return Version(**{**dict(row), "sources": tuple(json.loads(row["sources"]))})
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -400,7 +406,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _enter_wal(db: Database) -> None:
+def _enter_wal(db: sqlite3.Connection) -> None:
     """Switch the catalog to write-ahead logging, once for all its life.
 
     While another connection switches it, SQLite says busy at once and does not wait as it does elsewhere; so this waits.
@@ -408,7 +414,7 @@ def _enter_wal(db: Database) -> None:
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
-            db.enable_wal()
+            db.execute("PRAGMA journal_mode = wal")
             return
         except sqlite3.OperationalError as error:
             if not getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY") or time.monotonic() > deadline:
@@ -443,12 +449,25 @@ def _reporting_os_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _steps_taken(db: Database, path: Path) -> frozenset[str]:
+def _steps_taken(db: sqlite3.Connection, path: Path) -> frozenset[str]:
     """The names of the schema's steps that this catalog has taken. Raises CatalogTooNew if one is not known here."""
-    taken = frozenset(step.name for step in MIGRATIONS.applied(db))
+    if not db.execute("select 1 from sqlite_master where name = '_sqlite_migrations'").fetchone():
+        return frozenset()
+    rows = db.execute("select name from _sqlite_migrations where migration_set = ?", [_MIGRATIONS])
+    taken = frozenset(row["name"] for row in rows)
     if unknown := sorted(taken - _STEP_NAMES):
         raise CatalogTooNew(f"catalog was written by a later release: {path} ({', '.join(unknown)}); update Draftloom")
     return taken
+
+
+def _take_steps(db: sqlite3.Connection) -> None:
+    """Take the missing ones. Rarely needed, and sqlite-utils takes longer to import than all else here."""
+    from sqlite_utils import Database, Migrations
+
+    migrations = Migrations(_MIGRATIONS)
+    for step in _STEPS:
+        migrations()(step)
+    migrations.apply(Database(db, execute_plugins=False))
 
 
 def m001_corpora_and_versions(db: Database) -> None:
@@ -488,7 +507,4 @@ def m001_corpora_and_versions(db: Database) -> None:
 # catalog, in the transaction that takes it.
 _STEPS = (m001_corpora_and_versions,)
 _STEP_NAMES = frozenset(step.__name__ for step in _STEPS)
-
-MIGRATIONS = Migrations("draftloom.corpora")
-for _step in _STEPS:
-    MIGRATIONS()(_step)
+_MIGRATIONS = "draftloom.corpora"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from corpora.build import BuildReport
     from corpora.options import BuildOptions
     from corpora.survey import Tally
+
+for package in ("sqlite_utils", "pathspec", "xxhash"):
+    if find_spec(package) is None:  # they are imported late, but a missing one is named at once
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 UNKNOWN_VOCABULARY = 150_000
 """For want of a tokenizer, a vocabulary of today's usual size."""

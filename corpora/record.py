@@ -23,11 +23,13 @@ class Record:
 
     1. `skipped` counts what was left out, and copies, by reason; `endings` has (files, bytes) taken by name ending.
     2. `entries` are those that can be known again, without their documents; two of one name may be among them.
+    3. `checksum` is `Tokenizer.checksum` of what tokenized them, "" if an earlier release did.
     """
 
     skipped: Mapping[Reason, int] = field(default_factory=dict)
     endings: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     entries: tuple[Found, ...] = ()
+    checksum: str = ""
 
     @property
     def known(self) -> dict[str, Found]:
@@ -54,6 +56,7 @@ class Record:
                 {Reason(name): count for name, count in values["skipped"].items()},
                 {ending: (count, size) for ending, (count, size) in values["endings"].items()},
                 tuple(Found.from_json(json.loads(line)) for line in lines),
+                values.get("checksum", ""),
             )
         except (zlib.error, ValueError, KeyError, TypeError):
             return None
@@ -72,9 +75,9 @@ class Recorder:
             if found.decision.stamp or found.digest:
                 self._write(found.to_json())
 
-    def dump(self, tally: Tally) -> bytes:
-        """All of it, as bytes to store. Once."""
-        self._write({"skipped": tally.reasons, "endings": tally.endings})
+    def dump(self, tally: Tally, checksum: str) -> bytes:
+        """All of it, as bytes to store, with the checksum of the tokenizer. Once."""
+        self._write({"skipped": tally.reasons, "endings": tally.endings, "checksum": checksum})
         return b"".join([*self._parts, self._compressor.flush()])
 
     def _write(self, values: Mapping[str, Any]) -> None:

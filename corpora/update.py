@@ -12,7 +12,9 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from corpora.apart import TokenizerApart
 from corpora.build import (
     BuildReport,
     ProgressCallback,
@@ -37,6 +39,16 @@ LoadTokenizer = Callable[[str], Tokenizer]
 """A model's name, as the build was given it, to its tokenizer. Raises engine.errors.ModelError."""
 
 
+class _Known(Protocol):
+    """What can tell which tokenizer it is."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+Known = TypeVar("Known", bound=_Known)
+
+
 @dataclass(frozen=True)
 class UpdateReport:
     """What an update did: `report` is of the version that is active now.
@@ -59,8 +71,12 @@ def update(
     *,
     tenant: str = DEFAULT_TENANT,
     progress: ProgressCallback | None = None,
+    apart: TokenizerApart | None = None,
 ) -> UpdateReport:
     """Make corpus `name` what its sources are now; returns what changed.
+
+    `apart` may be the tokenizer of the corpus' model that is being loaded already: then `load_tokenizer` is asked only where a
+    chat template is needed, or a whole build.
 
     A version that an earlier release made, without a record of its files, is built again. Time: that of looking at every file's
     metadata, plus that of a build of what changed, plus a pass over the order of every segment that lost a document.
@@ -83,10 +99,21 @@ def update(
         def tokenizer() -> Tokenizer:
             return same_tokenizer(load_tokenizer(model), manifest.fingerprint, model, name)
 
+        @functools.cache
+        def encoder() -> Tokenizer | TokenizerApart:
+            found = load_tokenizer(model) if apart is None else apart
+            if record is not None and record.checksum == found.checksum:
+                return found
+            return same_tokenizer(found, manifest.fingerprint, model, name)
+
+        def checksum() -> str:
+            """Of what tokenized all documents; if none had to be, that of before."""
+            return encoder().checksum if stream.num_tokens else record.checksum if record else ""
+
         if record is not None:
             sources = open_sources(manifest.sources, options, chat_encoder(tokenizer()) if options.chat else None)
             survey = Survey(sources, options, record.known, catalog.root)
-            stream = Stream(survey, lambda texts: tokenizer().encode_batch(texts), progress)
+            stream = Stream(survey, lambda texts: encoder().encode_batch(texts), progress)
             documents = stream.documents()
             first = next(documents, None)
             earlier = {document for found in record.entries for document in found.names}
@@ -103,7 +130,7 @@ def update(
                 removed=lambda: earlier - stream.unchanged,
                 options=recorded_options(options, sources, model),
                 num_text_bytes=lambda: stream.tally.num_bytes,
-                metadata=stream.record,
+                metadata=lambda: stream.record(checksum()),
                 segment_tokens=options.segment_tokens,
                 on_progress=stream.on_written,
             )
@@ -114,7 +141,7 @@ def update(
     return UpdateReport(built, True, built.documents, active.num_documents, 0)
 
 
-def same_tokenizer(tokenizer: Tokenizer, fingerprint: str, model: str, name: str) -> Tokenizer:
+def same_tokenizer(tokenizer: Known, fingerprint: str, model: str, name: str) -> Known:
     """The tokenizer, if it is the one the corpus was built with. Raises OtherTokenizer."""
     if tokenizer.fingerprint != fingerprint:
         raise OtherTokenizer(

@@ -52,11 +52,15 @@ def update_command(name: NameArgument, store: StoreOption = None, as_json: JsonO
 
     Only what changed is read and tokenized; what was deleted is never drafted again. A server takes the new version by itself.
     """
-    from corpora.update import update
+    from corpora.apart import TokenizerApart
+    from engine.models import DEFAULT_MODEL
 
     with reporting(as_json):
-        with progress_of(as_json) as tell:
-            result = update(name, open_catalog(store), _tokenizer_of, progress=tell)
+        catalog = open_catalog(store)
+        with TokenizerApart(catalog.get(name).active.model or DEFAULT_MODEL) as apart, progress_of(as_json) as tell:
+            from corpora.update import update  # while the tokenizer is being loaded
+
+            result = update(name, catalog, _tokenizer_of, progress=tell, apart=apart)
         if as_json:
             print_json(_update_json(result))
         else:

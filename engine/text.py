@@ -73,7 +73,8 @@ class Tokenizer:
         """
         self._definition = definition
         self._plain = _parse(definition)
-        added = self._plain.get_added_tokens_decoder()
+        self._decoder_steps = _understood(self._plain)
+        self._added = added = self._plain.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(
             i for i, token in added.items() if token.special or _CONTROL_NAME.fullmatch(token.content)
         )
@@ -83,18 +84,12 @@ class Tokenizer:
             [tokenizers.AddedToken(text, special=True, normalized=False) for text in self._control_strings]
         )
         self._plain.encode_special_tokens = True
-        named = self._plain.get_vocab(with_added_tokens=True)
-        vocabulary = {
-            token: i for token, i in named.items() if token != f"[PAD{i}]"
-        }  # how GGUF files fill up to the logits' width
-        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        """One more than the highest id of a token. A model's logits may be wider (padding); such ids have no text."""
         self._chat_template = chat_template
         self._template_tokens = dict(template_tokens or {})
         eos = self.token_id(self._template_tokens.get("eos_token", ""))
         self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *([] if eos is None else [eos])}))
         """Ids that end a text, rising; empty if the model's files name none."""
-        self._bytes, self._num_prefix_spaces = _token_table(self._plain, vocabulary, self.vocab_size)
+        self._num_prefix_spaces = max(map(_num_stripped, self._decoder_steps), default=0)
 
     @staticmethod
     def load(folder: Path | str) -> Tokenizer:
@@ -117,6 +112,20 @@ class Tokenizer:
             return Tokenizer(definition, eos_ids=end_of_text_ids(folder), chat_template=template, template_tokens=names)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id of a token. A model's logits may be wider (padding); such ids have no text."""
+        return len(self._bytes)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """The bytes of every id, made when first asked for: who only encodes has no use for them."""
+        named = self._plain.get_vocab(with_added_tokens=True)
+        vocabulary = {
+            token: i for token, i in named.items() if token != f"[PAD{i}]"
+        }  # how GGUF files fill up to the logits' width
+        return _token_table(self._decoder_steps, vocabulary, self._added)
 
     # text to ids
 
@@ -180,6 +189,15 @@ class Tokenizer:
             spaces = len(data) - len(data.lstrip(b" "))
             data = data[min(spaces, self._num_prefix_spaces) :]
         return data.decode("utf-8", errors="replace")
+
+    @cached_property
+    def checksum(self) -> str:
+        """32 hex digits over the definition and the release of the library that reads it. Who agrees in it has one fingerprint.
+
+        O(the definition's size), a few milliseconds.
+        """
+        library = f"tokenizers {tokenizers.__version__}\n".encode()
+        return hashlib.blake2b(library + self._definition.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -322,21 +340,30 @@ def _ids(encoding: tokenizers.Encoding) -> NDArray[np.int32]:
     return np.array(encoding.ids, np.int32)
 
 
-def _token_table(tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, int], size: int) -> tuple[list[bytes], int]:
-    """Every id's bytes (none for a hole in the vocabulary), and how many leading spaces decoding takes off."""
-    parts = list(_decoder_parts(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None))
-    kinds = {part["type"] for part in parts}
-    spaces = [mark for part in parts if (mark := _space_mark(part))]
-    if "ByteLevel" in kinds:
-        table = _byte_level_bytes(vocabulary, size)
-    elif spaces:
-        table = _sentencepiece_bytes(vocabulary, size, spaces[0])
-    else:
+def _understood(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The steps of its decoder, if they say what the bytes of a token are. Raises ModelError."""
+    steps = list(_decoder_parts(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None))
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" not in kinds and not any(map(_space_mark, steps)):
         raise ModelError(f"tokenizer is of a kind that is not supported: decoder {sorted(kinds) or 'absent'}; "
                          "use a model with a byte-level or SentencePiece-like tokenizer")  # fmt: skip
-    for i, token in tokenizer.get_added_tokens_decoder().items():
+    return steps
+
+
+def _token_table(
+    steps: Sequence[Mapping[str, Any]],
+    vocabulary: Mapping[str, int],
+    added: Mapping[int, tokenizers.AddedToken],
+) -> list[bytes]:
+    """Every id's bytes, up to the highest of the vocabulary; none for a hole in it."""
+    size = max(vocabulary.values(), default=-1) + 1
+    if any(step["type"] == "ByteLevel" for step in steps):
+        table = _byte_level_bytes(vocabulary, size)
+    else:
+        table = _sentencepiece_bytes(vocabulary, size, next(mark for step in steps if (mark := _space_mark(step))))
+    for i, token in added.items():
         table[i] = token.content.encode("utf-8")
-    return table, max(map(_num_stripped, parts), default=0)
+    return table
 
 
 def _decoder_parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
