@@ -99,7 +99,7 @@ def test_what_was_asked_before_is_read_and_only_what_is_missing_asked(
     assert replay.peers("python", turns, None, [8], tmp_path) == {8: {"some": 8.0}}
     assert replay.peers("python", turns, None, [4, 16], tmp_path)[16] == {"some": 16.0}
     assert replay.peers("python", turns[:2], None, [4], tmp_path) == {4: {"some": 4.0}}
-    assert asked == ["4,8", "16", "4"]
+    assert asked == ["4", "8", "16", "4"]
 
 
 def test_the_peers_script_names_its_versions(replay: ModuleType) -> None:
