@@ -446,7 +446,7 @@ def peers(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "streams.npz"
             np.savez(path, **arrays)  # type: ignore[arg-type]
-            for size in missing:  # each in a process of its own: some do better on a text that they have been asked about before
+            for size in missing:  # each in a process of its own: some do better on a text that they were asked about before
                 found |= json.loads(_ask([python, str(script), str(path), size]).splitlines()[-1])
         kept.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found), encoding="utf-8")

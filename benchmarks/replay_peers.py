@@ -18,9 +18,8 @@
 A peer is given the request's text up to the last token and answers with a draft; all that agrees with what was recorded is
 accepted, and one token more is emitted. REST drops tokens above 65,535, so it is given ids in the order in which they come up;
 which of equally frequent paths it takes is left to a hash map, so its figures differ a little from run to run (replay.py keeps
-those of the first). It drafts twice as well on a text that the same process has asked it about before, so only one size is to be
-trusted in a run.
-The last line is JSON: budget -> row -> tokens per step.
+those of the first). It drafts twice as well on a text that the same process has asked it about before, so only one size is to
+be trusted in a run. The last line is JSON: budget -> row -> tokens per step.
 """
 
 from __future__ import annotations
