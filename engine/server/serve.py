@@ -45,7 +45,7 @@ class GrpcServer:
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(ready)
         await self._server.start()
-        log.info("listening on %s", self.address)
+        log.debug("listening on %s", self.address)
 
     async def set_ready(self, ready: bool) -> None:
         """What health says of the generation service."""
