@@ -23,7 +23,8 @@ def rank_tokens(tokens: NDArray[np.integer]) -> tuple[NDArray[np.integer], int]:
 
 def token_suffixes(byte_order: NDArray[np.int32], width: int, num_tokens: int) -> NDArray[np.int32]:
     """int32 [num_tokens]: the sorted byte positions at which a token of `width` bytes begins, counted in tokens. O(n)."""
-    return byte_order[byte_order % width == 0] // width
+    begins: NDArray[np.int32] = byte_order[byte_order % width == 0] // width
+    return begins
 
 
 def frequent_contexts(

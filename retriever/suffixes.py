@@ -62,4 +62,5 @@ def build_suffix_array(text: NDArray[np.uint8], width: int) -> NDArray[np.int32]
         rank_width = max(1, ((num_kinds - 1).bit_length() + 7) // 8)
         ranked = pack_tokens(ranks, rank_width)
     order = pydivsufsort.divsufsort(ranked)
-    return (kernels if with_kernels else plain).token_suffixes(order, rank_width, num_tokens)
+    suffixes: NDArray[np.int32] = (kernels if with_kernels else plain).token_suffixes(order, rank_width, num_tokens)
+    return suffixes

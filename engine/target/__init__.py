@@ -52,8 +52,8 @@ class SequenceRequest:
     3. `feedback_top_k`: how many likeliest next tokens to return for every verified node; 0 none.
     4. `feedback_prompt`: for how many rows at the end of the prompt (its last token, the first root, left out) to return them
        when the sequence is opened. Each costs its part of the product with the output matrix; 0 none.
-    5. `num_emitted` < n: so many tokens at the end of `prompt` are the answer's first, emitted by a worker that was lost. Limits,
-       noise and penalties count them as that worker did, so that the answer goes on as it would have.
+    5. `num_emitted` < n: so many tokens at the end of `prompt` are the answer's first, emitted by a worker that was lost.
+       Limits, noise and penalties count them as that worker did, so that the answer goes on as it would have.
     """
 
     prompt: NDArray[np.int32]

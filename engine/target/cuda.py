@@ -270,7 +270,7 @@ def flexible_attention(
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
         torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4096)
         _compiled = torch.compile(flex_attention, dynamic=False)
-    run = _compiled if query.device.type == "cuda" and _compiled is not None else flex_attention
+    run: Any = _compiled if query.device.type == "cuda" and _compiled is not None else flex_attention
     bend: Callable[..., torch.Tensor] | None = None
     if (cap := scores.softcap) > 0:
 

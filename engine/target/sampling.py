@@ -32,7 +32,9 @@ def check_request(request: SequenceRequest, info: TargetInfo) -> None:
             "prompt",
         )
     if not 0 <= request.num_emitted < len(request.prompt):
-        raise InvalidRequest(f"must be at least 0 and below the {len(request.prompt)} tokens: {request.num_emitted}", "num_emitted")
+        raise InvalidRequest(
+            f"must be at least 0 and below the {len(request.prompt)} tokens: {request.num_emitted}", "num_emitted"
+        )
     try:
         request.sampling.validate(info.vocab_size)
         request.limits.validate()

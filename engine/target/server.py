@@ -144,8 +144,8 @@ def tls(cert: Path | None, key: Path | None, ca: Path | None) -> grpc.ServerCred
         raise ConfigError("TLS needs both --tls-cert and --tls-key; --tls-ca comes on top of them")
     if cert is None:
         return None
-    pair = read_pem(key), read_pem(cert)
-    return grpc.ssl_server_credentials([pair], read_pem(ca), require_client_auth=ca is not None)
+    pairs = [(read_pem(key) or b"", read_pem(cert) or b"")]
+    return grpc.ssl_server_credentials(pairs, read_pem(ca), require_client_auth=ca is not None)
 
 
 def check_address(address: str, encrypted: bool, insecure: bool) -> None:
