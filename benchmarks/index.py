@@ -1,7 +1,7 @@
 """How fast is indexing, and what does it cost? Build, update and size on disk of real source trees, beside the tokenizer alone.
 
     python benchmarks/index.py --sizes 5,20,60
-    python benchmarks/index.py --sizes 20 --memory 700 --peer-python /tmp/peers/bin/python
+    python benchmarks/index.py --sizes 20 --memory 700 --peer-python PEERS/bin/python
 
 Trees: Python sources of the packages installed beside this script, copied file by file, the packages in the order of PACKAGES,
 until a tree has the size asked for; a tree that they cannot fill is refused, nothing is made up.

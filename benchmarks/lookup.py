@@ -1,6 +1,6 @@
 """How long does a lookup take? Microseconds a query, by the size of the corpus, beside REST's own datastore.
 
-    python benchmarks/lookup.py --tokens 1e6,4e6 --peer-python /tmp/peers/bin/python
+    python benchmarks/lookup.py --tokens 1e6,4e6 --peer-python PEERS/bin/python
     python benchmarks/lookup.py --tokens 1e8 --threads 1,2 --corpora 1,4,16
 
 Text: the sources of the packages installed beside this script, as tokens of `--model`, one file a document. Where they are not

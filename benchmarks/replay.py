@@ -2,7 +2,7 @@
 
     python benchmarks/replay.py                                        # every set, ten minutes on one core
     python benchmarks/replay.py --sets chat,sql --budgets 16 --limit 40
-    python benchmarks/replay.py --peers /tmp/peers-draft/bin/python     # beside other people's code
+    python benchmarks/replay.py --peers PEERS/bin/python     # beside other people's code
 
 Every set is a row of requests whose answers are known: recorded answers of models (the evaluation data's traces) and what a
 newer release of a package adds to an older one, which is the corpus there. The requests are served in order by the real
