@@ -136,7 +136,7 @@ def build_command(
         if explain is not None:
             _explain(explain, paths, options, model, as_json)
         elif dry_run:
-            _dry_run(name, paths, options, model, as_json)
+            _dry_run(name, paths, options, model, open_catalog(store), as_json)
         else:
             _build(name, paths, options, model, memory, open_catalog(store), as_json)
 
@@ -215,7 +215,9 @@ def _build(
         raise typer.Exit(PARTIAL)
 
 
-def _dry_run(name: str, paths: Sequence[str], options: BuildOptions, model: str | None, as_json: bool) -> None:
+def _dry_run(
+    name: str, paths: Sequence[str], options: BuildOptions, model: str | None, catalog: Catalog, as_json: bool
+) -> None:
     from corpora.build import Progress, chat_encoder
     from corpora.estimate import Estimate
     from corpora.inputs import open_sources
@@ -225,7 +227,8 @@ def _dry_run(name: str, paths: Sequence[str], options: BuildOptions, model: str 
     open_sources(paths, replace(options, chat=False))
     tokenizer = load_tokenizer(model)[1] if options.chat else tokenizer_at_hand(model)
     encode_chat = chat_encoder(tokenizer) if options.chat and tokenizer else None
-    survey, tally, estimate = Survey(open_sources(paths, options, encode_chat), options), Tally(), Estimate()
+    survey = Survey(open_sources(paths, options, encode_chat), options, store=catalog.root)
+    tally, estimate = Tally(), Estimate()
     with progress_of(as_json) as say:
         for found in survey:
             tally.add(found.decision)

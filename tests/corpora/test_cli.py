@@ -102,6 +102,14 @@ def test_dry_run_writes_nothing(shell: Shell, monkeypatch: pytest.MonkeyPatch) -
     assert json.loads(shell("build", "code", shell.tree, "--dry-run", "--json").stdout.splitlines()[-1])["files_taken"] == 3
 
 
+def test_a_dry_run_leaves_out_the_store_as_a_build_does(shell: Shell) -> None:
+    """A store inside the tree is not counted among what would be indexed."""
+    shell.store = shell.tree / "store"
+    shell.build()
+    (shell.store / "notes.txt").write_text("nothing to index\n")
+    assert json.loads(shell.build("--dry-run", "--json").stdout.splitlines()[-1])["files_taken"] == 3
+
+
 def test_a_dry_run_expects_what_a_build_makes(shell: Shell) -> None:
     """With a tokenizer, tokens are counted on a sample, which here is everything."""
     expected = json.loads(shell.build("--dry-run", "--json").stdout.splitlines()[-1])
