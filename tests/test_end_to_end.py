@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,32 +60,33 @@ class SlowTarget(FakeTarget):
 
 
 class Worker:
-    """A SlowTarget that serves at `address`, in a loop of its own, from `start` to `stop`."""
+    """A SlowTarget that serves at `address`, on the loop that all of them share, from `start` to `stop`."""
 
     def __init__(self, folder: Path) -> None:
         self.target = SlowTarget()
         self.address = f"unix:{folder / 'worker.sock'}"
-        self._loop = asyncio.new_event_loop()
-        self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
-        self._started: Future[None] = Future()
 
     def start(self) -> Worker:
         """Return once it answers."""
-        self._thread.start()
-        self._started.result(30)
+        self._server = on_loop(serve_target(self.target, self.address))
         return self
 
     def stop(self) -> None:
         """End at once, in the middle of whatever is going on."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        on_loop(self._server.stop(0))
 
-    async def _run(self) -> None:
-        server = await serve_target(self.target, self.address)
-        self._started.set_result(None)
-        await self._stopped.wait()
-        await server.stop(0)
+
+def on_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`, done on the one loop of this process: gRPC's servers do not stand several loops at a time."""
+    return asyncio.run_coroutine_threadsafe(work, worker_loop()).result(30)
+
+
+@cache
+def worker_loop() -> asyncio.AbstractEventLoop:
+    """A loop in a thread of its own, to the end of the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 @pytest.fixture(autouse=True, scope="module")
