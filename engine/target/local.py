@@ -128,19 +128,21 @@ class LocalTarget:
                 f"prompt and answer of up to {most} positions exceed the worker's KV memory: raise kv_memory or ask for less"
             )
         await self._admission.enter()
-        sequence = LocalSequence(self, request)
-        self._open.append(sequence)
         try:
-            await self._read(sequence)
-            self._batcher.num_stepping += 1
+            sequence = LocalSequence(self, request)
+            self._open.append(sequence)
             try:
-                yield sequence
+                await self._read(sequence)
+                self._batcher.num_stepping += 1
+                try:
+                    yield sequence
+                finally:
+                    self._batcher.num_stepping -= 1
             finally:
-                self._batcher.num_stepping -= 1
+                self._open.remove(sequence)
+                sequence.table.close()
         finally:
-            self._open.remove(sequence)
             self._admission.leave()
-            sequence.table.close()
             self._batcher.wake()
 
     async def close(self) -> None:
