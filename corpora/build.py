@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corpora.ahead import ahead
-from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, created_at, new_version_id
+from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, new_version_id
 from corpora.decisions import Decision, Reason
 from corpora.errors import CatalogError, InvalidOptions, NothingToIndex, StoreNotWritable
 from corpora.inputs import EncodeChat, Source, open_sources
@@ -98,12 +98,12 @@ def build(
     Raises InvalidName, InvalidOptions, SourceNotFound, NothingToIndex, CorpusLocked, CatalogError; whatever it raises, the
     corpus is as it was.
     """
-    from retriever.format import write_version
+    from retriever.format import load_kernels, write_version
 
     check_name(name)
     options.validate()
     started = time.monotonic()
-    Thread(target=_load_kernels, name="draftloom-kernels", daemon=True).start()
+    Thread(target=load_kernels, name="draftloom-kernels", daemon=True).start()  # before there is a segment to sort
     with alone_with(name, catalog, tenant):
         version = new_version_id()
         opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
@@ -155,22 +155,7 @@ def publish(folder: Path, catalog: Catalog, tenant: str, stream: Stream, started
 
     stream.say("publish")
     manifest, tally = Manifest.read(folder), stream.tally
-    catalog.publish(
-        Version(
-            corpus=manifest.corpus,
-            id=manifest.version,
-            created=created_at(manifest.version),
-            fingerprint=manifest.fingerprint,
-            vocab_size=manifest.vocab_size,
-            model=manifest.options["model"],
-            num_files=tally.num_files,
-            num_documents=manifest.num_documents,
-            num_tokens=manifest.num_tokens,
-            num_bytes=tally.num_bytes,
-            sources=manifest.sources,
-        ),
-        tenant,
-    )
+    catalog.publish(Version.of(manifest, manifest.options["model"], tally.num_files, tally.num_bytes), tenant)
     return report_of(folder, manifest, stream, started)
 
 
@@ -206,13 +191,6 @@ def segment_tokens_within(memory: int, vocab_size: int) -> int:
             f"{-(-(RESTING_BYTES + LEAST_SEGMENT_BYTES) // 10**6)}"
         )
     return segment_tokens_for(memory - RESTING_BYTES, vocab_size)
-
-
-def _load_kernels() -> None:
-    """Have what sorts a segment loaded by the time that there is one to sort."""
-    from retriever.format import load_kernels
-
-    load_kernels()
 
 
 def recorded_options(options: BuildOptions, sources: Sequence[Source], model: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
     from retriever.datastore import Problem
+    from retriever.format import Manifest
 
 DEFAULT_TENANT = "default"
 BUSY_SECONDS = 10.0
@@ -75,6 +76,23 @@ class Version:
     num_tokens: int
     num_bytes: int
     sources: tuple[str, ...]
+
+    @staticmethod
+    def of(manifest: Manifest, model: str, num_files: int, num_bytes: int) -> Version:
+        """What the catalog is to know of the version that `manifest` describes."""
+        return Version(
+            corpus=manifest.corpus,
+            id=manifest.version,
+            created=created_at(manifest.version),
+            fingerprint=manifest.fingerprint,
+            vocab_size=manifest.vocab_size,
+            model=model,
+            num_files=num_files,
+            num_documents=manifest.num_documents,
+            num_tokens=manifest.num_tokens,
+            num_bytes=num_bytes,
+            sources=manifest.sources,
+        )
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,9 @@ def load_tokenizer(model: str | None) -> tuple[str, Tokenizer]:
 
 def tokenizer_at_hand(model: str | None) -> Tokenizer | None:
     """The tokenizer of `model`, fetched if need be; without one, that of the built-in model if it is here already."""
-    from engine.models import DEFAULT_MODEL, list_models
+    from engine.models import DEFAULT_MODEL, at_hand
 
-    if model is None and not any(entry.name == DEFAULT_MODEL and entry.folder for entry in list_models()):
+    if model is None and at_hand(DEFAULT_MODEL) is None:
         return None
     return load_tokenizer(model)[1]
 

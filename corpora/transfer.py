@@ -30,11 +30,20 @@ from typing import BinaryIO
 import xxhash
 
 from corpora.build import alone_with
-from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, created_at, new_version_id
+from corpora.catalog import DEFAULT_TENANT, Catalog, Version, check_name, new_version_id
 from corpora.errors import BadExport, StoreNotWritable, VersionNotFound
 from retriever.datastore import Datastore
 from retriever.errors import FormatError
-from retriever.format import HEADER, MANIFEST, SEGMENT_TOKENS, FileEntry, Manifest, read_metadata
+from retriever.format import (
+    HEADER,
+    MANIFEST,
+    SEGMENT_TOKENS,
+    FileEntry,
+    Manifest,
+    give_name,
+    read_metadata,
+    write_manifest,
+)
 from retriever.update import write_update
 
 ABOUT = "about.json"
@@ -140,7 +149,7 @@ def import_version(
             final = catalog.version_path(name, new_version_id())
             temporary = final.with_name(f"{final.name}.tmp")
             temporary.mkdir(parents=True)
-            manifest = _read_manifest(path, file, about, temporary)
+            manifest = _read_manifest(path, file, about)
             total = sum(entry.size for entry in manifest.files.values())
             if total > shutil.disk_usage(temporary).free:
                 raise StoreNotWritable(f"there is no space to import {path}: it takes {total:,} bytes; free some")
@@ -152,27 +161,10 @@ def import_version(
             if _next_member(path, file) is not None:
                 raise BadExport(f"file has members that its manifest does not list: {path}; export it again")
             manifest = replace(manifest, corpus=name, version=final.name)
-            _write_synced(temporary / MANIFEST, manifest.dump())
+            write_manifest(temporary, manifest)
             _check(path, temporary)
-            _sync(temporary)
-            os.rename(temporary, final)
-            _sync(final.parent)
-            catalog.publish(
-                Version(
-                    corpus=name,
-                    id=final.name,
-                    created=created_at(final.name),
-                    fingerprint=manifest.fingerprint,
-                    vocab_size=manifest.vocab_size,
-                    model=about.model,
-                    num_files=about.num_files,
-                    num_documents=manifest.num_documents,
-                    num_tokens=manifest.num_tokens,
-                    num_bytes=about.num_bytes,
-                    sources=manifest.sources,
-                ),
-                tenant,
-            )
+            give_name(temporary, final)
+            catalog.publish(Version.of(manifest, about.model, about.num_files, about.num_bytes), tenant)
     return replace(about, name=name, version=final.name)
 
 
@@ -241,14 +233,11 @@ def _private(path: str, flags: int) -> int:
 # in
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "rb"))
-        except OSError as error:
-            raise BadExport(f"file to import cannot be read: {path} ({error.strerror or error}); check its spelling") from None
-        yield file
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise BadExport(f"file to import cannot be read: {path} ({error.strerror or error}); check its spelling") from None
 
 
 def _next_member(path: Path, file: BinaryIO) -> tarfile.TarInfo | None:
@@ -299,19 +288,14 @@ def _read_about(path: Path, file: BinaryIO) -> About:
     return about
 
 
-def _read_manifest(path: Path, file: BinaryIO, about: About, folder: Path) -> Manifest:
-    """The manifest, verified against `about` and in itself; `folder` is where it is put meanwhile."""
+def _read_manifest(path: Path, file: BinaryIO, about: About) -> Manifest:
+    """The manifest, verified against `about` and in itself."""
     data = _read_small(path, file, MANIFEST, _MOST_MANIFEST_BYTES)
     if hashlib.sha256(data).hexdigest() != about.manifest_digest:
         raise BadExport(f"manifest is not the one that was exported: {path}; export it again")
     try:
-        values = json.loads(data)
-        if not 0 <= values["num_segments"] <= len(values["files"]):  # before as many names are made up
-            raise ValueError("more segments than files")
-        (folder / MANIFEST).write_bytes(data)
-        manifest = Manifest.read(folder)
-        (folder / MANIFEST).unlink()
-    except (ValueError, TypeError, KeyError, FormatError) as error:
+        manifest = Manifest.parse(data, path)
+    except FormatError as error:
         raise BadExport(f"manifest cannot be used: {path} ({error}); export it again") from None
     if (manifest.fingerprint, manifest.num_tokens, manifest.num_documents) != (
         about.fingerprint,
@@ -355,18 +339,3 @@ def _check(path: Path, folder: Path) -> None:
         raise BadExport(f"file holds a corpus that cannot be used: {path} ({error.fault}); export it again") from None
     if problems:
         raise BadExport(f"file holds a corpus that is damaged: {path} ({problems[0].fault}); export it again")
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

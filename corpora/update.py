@@ -12,9 +12,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
-from corpora.apart import TokenizerApart
 from corpora.build import (
     BuildReport,
     ProgressCallback,
@@ -39,16 +37,6 @@ LoadTokenizer = Callable[[str], Tokenizer]
 """A model's name, as the build was given it, to its tokenizer. Raises engine.errors.ModelError."""
 
 
-class _Known(Protocol):
-    """What can tell which tokenizer it is."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
-Known = TypeVar("Known", bound=_Known)
-
-
 @dataclass(frozen=True)
 class UpdateReport:
     """What an update did: `report` is of the version that is active now.
@@ -71,12 +59,8 @@ def update(
     *,
     tenant: str = DEFAULT_TENANT,
     progress: ProgressCallback | None = None,
-    apart: TokenizerApart | None = None,
 ) -> UpdateReport:
     """Make corpus `name` what its sources are now; returns what changed.
-
-    `apart` may be the tokenizer of the corpus' model that is being loaded already: then `load_tokenizer` is asked only where a
-    chat template is needed, or a whole build.
 
     A version that an earlier release made, without a record of its files, is built again. Time: that of looking at every file's
     metadata, plus that of a build of what changed, plus a pass over the order of every segment that lost a document.
@@ -97,23 +81,19 @@ def update(
 
         @functools.cache
         def tokenizer() -> Tokenizer:
-            return same_tokenizer(load_tokenizer(model), manifest.fingerprint, model, name)
-
-        @functools.cache
-        def encoder() -> Tokenizer | TokenizerApart:
-            found = load_tokenizer(model) if apart is None else apart
+            found = load_tokenizer(model)
             if record is not None and record.checksum == found.checksum:
                 return found
             return same_tokenizer(found, manifest.fingerprint, model, name)
 
         def checksum() -> str:
             """Of what tokenized all documents; if none had to be, that of before."""
-            return encoder().checksum if stream.num_tokens else record.checksum if record else ""
+            return tokenizer().checksum if stream.num_tokens else record.checksum if record else ""
 
         if record is not None:
             sources = open_sources(manifest.sources, options, chat_encoder(tokenizer()) if options.chat else None)
             survey = Survey(sources, options, record.known, catalog.root)
-            stream = Stream(survey, lambda texts: encoder().encode_batch(texts), progress)
+            stream = Stream(survey, lambda texts: tokenizer().encode_batch(texts), progress)
             documents = stream.documents()
             first = next(documents, None)
             earlier = {document for found in record.entries for document in found.names}
@@ -141,7 +121,7 @@ def update(
     return UpdateReport(built, True, built.documents, active.num_documents, 0)
 
 
-def same_tokenizer(tokenizer: Known, fingerprint: str, model: str, name: str) -> Known:
+def same_tokenizer(tokenizer: Tokenizer, fingerprint: str, model: str, name: str) -> Tokenizer:
     """The tokenizer, if it is the one the corpus was built with. Raises OtherTokenizer."""
     if tokenizer.fingerprint != fingerprint:
         raise OtherTokenizer(

@@ -36,6 +36,7 @@ from corpora.terminal import (
     say,
     size_of,
     table_of,
+    visible,
 )
 
 if TYPE_CHECKING:
@@ -52,15 +53,13 @@ def update_command(name: NameArgument, store: StoreOption = None, as_json: JsonO
 
     Only what changed is read and tokenized; what was deleted is never drafted again. A server takes the new version by itself.
     """
-    from corpora.apart import TokenizerApart
-    from engine.models import DEFAULT_MODEL
+    from corpora.update import update
 
     with reporting(as_json):
         catalog = open_catalog(store)
-        with TokenizerApart(catalog.get(name).active.model or DEFAULT_MODEL) as apart, progress_of(as_json) as tell:
-            from corpora.update import update  # while the tokenizer is being loaded
-
-            result = update(name, catalog, _tokenizer_of, progress=tell, apart=apart)
+        catalog.get(name)  # before a lock is taken, and a store made, for a corpus that is not there
+        with progress_of(as_json) as tell:
+            result = update(name, catalog, _tokenizer_of, progress=tell)
         if as_json:
             print_json(_update_json(result))
         else:
@@ -188,13 +187,13 @@ def search_command(
             return
         places = table_of(">place", "document", "text")
         for place in found.places:
-            before, here, after = _visible(place.before)[-32:], _visible(text), _visible(place.after)[:48]
+            before, here, after = visible(place.before)[-32:], visible(text), visible(place.after)[:48]
             context = f"{plain(before)}[bold]{plain(here)}[/bold]{plain(after)}"
             places.add_row(f"{place.offset:,}", plain(one_line(place.document)), context)
         out().print(places)
         following = table_of(">count", ">share", "goes on with")
         for each in found.following:
-            following.add_row(f"{each.count:,}", f"{each.count / found.count:.0%}", plain(_visible(each.text)))
+            following.add_row(f"{each.count:,}", f"{each.count / found.count:.0%}", plain(visible(each.text)))
         out().print(following)
         out().print(f"{found.count:,} in all, {found.num_following:,} different continuations", highlight=False)
 
@@ -267,7 +266,7 @@ def export_command(
     from corpora.transfer import export_version
 
     with reporting(as_json):
-        with _copying(as_json, "writing") as tell:
+        with _copying(as_json, "write") as tell:
             about = export_version(name, file, open_catalog(store), version=version, on_bytes=tell)
         if as_json:
             print_json({"file": str(file), "bytes": file.stat().st_size, **asdict(about)})
@@ -291,7 +290,7 @@ def import_command(
     from corpora.transfer import import_version
 
     with reporting(as_json):
-        with _copying(as_json, "reading") as tell:
+        with _copying(as_json, "tokenize") as tell:
             about = import_version(file, open_catalog(store), name=name, on_bytes=tell)
         if as_json:
             print_json(asdict(about))
@@ -309,12 +308,11 @@ def _tokenizer_of(model: str) -> Tokenizer:
 
 
 @contextmanager
-def _copying(as_json: bool, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Something to tell how many bytes have been copied."""
+def _copying(as_json: bool, stage: str) -> Iterator[Callable[[int, int], None]]:
+    """Something to tell how many bytes have been copied, shown as that stage of a build."""
     from corpora.build import Progress
 
     with progress_of(as_json) as tell:
-        stage = "write" if what == "writing" else "tokenize"
 
         def copied(done: int, total: int) -> None:
             if tell is not None:
@@ -324,8 +322,10 @@ def _copying(as_json: bool, what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _update_json(result: UpdateReport) -> dict[str, Any]:
-    counts = {key: value for key, value in asdict(result).items() if key != "report"}
-    return {**{key: value for key, value in asdict(result.report).items() if key != "examples"}, **counts}
+    counts = asdict(result)
+    report = counts.pop("report")
+    del report["examples"]
+    return {**report, **counts}
 
 
 def _update_line(result: UpdateReport) -> str:
@@ -336,11 +336,6 @@ def _update_line(result: UpdateReport) -> str:
         f"is up to date: {_documents(result.added)} added, {result.removed:,} removed, {result.kept:,} kept; "
         f"{report.tokens:,} tokens, {report.new_tokens:,} of them new, in {report.seconds:.1f} s"
     )
-
-
-def _visible(text: str) -> str:
-    """A text on one line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _documents(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Which files there are below some paths, and which of them are candidates: decided by names and metadata alone.
+"""Which files there are below a path, and which of them are candidates: decided by names and metadata alone.
 
 # Rules, in the order in which they are asked
 
@@ -49,25 +49,12 @@ _Refusal = tuple[Reason, str]
 """Why, and the detail."""
 
 
-def walk(paths: Sequence[Path], *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Iterator[Decision]:
-    """Every file below `paths` (files or folders), each once, with what was decided; `taken` means: look inside.
+def walk(root: Path, prefix: str, options: BuildOptions) -> Iterator[Decision]:
+    """Every file below one real path (a folder or a file), with what was decided; `taken` means: look inside.
 
-    With several paths, names begin with the last part of the path they were found under. Raises SourceNotFound for a path that
-    is not there, InvalidOptions for a pattern git would not understand; no paths give nothing.
+    Names begin with `prefix`. Raises InvalidOptions for a pattern git would not understand.
     """
-    options = BuildOptions(tuple(include), tuple(exclude))
-    seen: set[Path] = set()
-    for root, prefix in roots_of(paths):
-        for decision in walk_root(root, prefix, options):
-            if decision.path not in seen:
-                yield decision
-            seen.add(decision.path)
-
-
-def walk_root(root: Path, prefix: str, options: BuildOptions) -> Iterator[Decision]:
-    """`walk` below one real path; names begin with `prefix`."""
-    rules = NameRules.of(options)
-    return _Walk(root, prefix, rules.include, rules.exclude).decisions()
+    return _Walk(root, prefix, NameRules.of(options)).decisions()
 
 
 @dataclass(frozen=True)
@@ -109,17 +96,13 @@ def _patterns(option: str, lines: Sequence[str]) -> GitIgnoreSpec | None:
         raise InvalidOptions(f"{option} pattern is not understood: {error}; write it as in a .gitignore file") from None
 
 
-def roots_of(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """(real path, what names below it begin with) for each path. Raises SourceNotFound for one that is not there."""
-    roots = []
-    for path in paths:
-        try:
-            root = path.resolve(strict=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-            fault = getattr(error, "strerror", None) or "it is a loop of links"
-            raise SourceNotFound(f"path to index cannot be used: {path} ({fault}); check its spelling") from None
-        roots.append((root, f"{printable(root.name)}/" if len(paths) > 1 and root.is_dir() else ""))
-    return roots
+def real_path(path: Path) -> Path:
+    """Where `path` leads. Raises SourceNotFound for one that is not there."""
+    try:
+        return path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        fault = getattr(error, "strerror", None) or "it is a loop of links"
+        raise SourceNotFound(f"path to index cannot be used: {path} ({fault}); check its spelling") from None
 
 
 def printable(name: str) -> str:
@@ -163,11 +146,11 @@ class _Rules:
 class _Walk:
     """One walk below one root."""
 
-    def __init__(self, root: Path, prefix: str, include: GitIgnoreSpec | None, exclude: GitIgnoreSpec | None) -> None:
+    def __init__(self, root: Path, prefix: str, rules: NameRules) -> None:
         self.root = root
         self.prefix = prefix
-        self.include = include
-        self.exclude = exclude
+        self.include = rules.include
+        self.exclude = rules.exclude
 
     def decisions(self) -> Iterator[Decision]:
         if not self.root.is_dir():

@@ -14,7 +14,6 @@ from pathlib import Path
 from watchfiles import Change
 from watchfiles import watch as watch_files
 
-from corpora.build import ProgressCallback
 from corpora.catalog import DEFAULT_TENANT, Catalog
 from corpora.errors import CorpusError, CorpusNotFound
 from corpora.update import LoadTokenizer, UpdateReport, update
@@ -38,7 +37,6 @@ def watch(
     tenant: str = DEFAULT_TENANT,
     stop: threading.Event | None = None,
     quiet_seconds: float = QUIET_SECONDS,
-    progress: ProgressCallback | None = None,
 ) -> None:
     """Update corpus `name` at once, and again whenever its sources change, until `stop` is set (or for ever).
 
@@ -46,18 +44,17 @@ def watch(
     are told to `on_update`. A KeyboardInterrupt goes through.
     """
     load = cache(load_tokenizer)
-    stop = stop or threading.Event()
     sources = [Path(source) for source in catalog.get(name, tenant).active.sources]
     for _ in _rounds(sources, catalog.root, stop, quiet_seconds):
         try:
-            on_update(update(name, catalog, load, tenant=tenant, progress=progress))
+            on_update(update(name, catalog, load, tenant=tenant))
         except CorpusNotFound:
             raise
         except CorpusError as error:
             on_update(error)
 
 
-def _rounds(sources: Sequence[Path], store: Path, stop: threading.Event, quiet_seconds: float) -> Iterator[None]:
+def _rounds(sources: Sequence[Path], store: Path, stop: threading.Event | None, quiet_seconds: float) -> Iterator[None]:
     """Once at the start and then after every change. The system's watch begins first, so that nothing falls in between."""
     changes = watch_files(
         *(source for source in sources if source.exists()),

@@ -110,7 +110,7 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
 
     A cached model or a local folder costs a few file look-ups. Raises ModelError, naming what is missing.
     """
-    folder = _at_hand(model)
+    folder = at_hand(model)
     if folder is None:
         folder = pull(model, progress)
     _require(folder, model, "config.json", "tokenizer.json")
@@ -124,7 +124,7 @@ def tokenizer_folder(model: str, progress: Progress | None = None) -> Path:
 
     Raises ModelError.
     """
-    folder = _at_hand(model)
+    folder = at_hand(model)
     if folder is None:
         folder = pull(model, progress)
     _require(folder, model, "tokenizer.json")
@@ -172,7 +172,7 @@ def list_models() -> list[ModelEntry]:
     return [entries[name] for name in sorted(entries)]
 
 
-def _at_hand(model: str) -> Path | None:
+def at_hand(model: str) -> Path | None:
     """The folder of a model that needs no work, else None."""
     if not model:
         raise ModelError("no model named; give a built-in name, a folder, a GGUF file or a hub id")

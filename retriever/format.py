@@ -267,9 +267,15 @@ class Manifest:
         """The manifest of the version in `folder`. Raises BadManifest, UnsupportedVersion or ChecksumMismatch."""
         path = folder / MANIFEST
         try:
-            fields = json.loads(path.read_bytes())
+            return Manifest.parse(path.read_bytes(), path)
         except FileNotFoundError:
             raise BadManifest(path, "there is no corpus version here, the manifest is missing") from None
+
+    @staticmethod
+    def parse(data: bytes, path: Path) -> Manifest:
+        """The manifest that `data`, read from `path`, is. Raises BadManifest, UnsupportedVersion or ChecksumMismatch."""
+        try:
+            fields = json.loads(data)
         except ValueError as error:
             raise BadManifest(path, f"manifest is no JSON text ({error})") from None
         if not isinstance(fields, dict) or "format_version" not in fields or "checksum" not in fields:
@@ -284,6 +290,8 @@ class Manifest:
             manifest = Manifest(**fields)
         except (TypeError, AttributeError, KeyError) as error:
             raise BadManifest(path, f"manifest has other members than this format ({error})") from None
+        if type(manifest.num_segments) is not int or not 0 <= manifest.num_segments <= len(manifest.files):
+            raise BadManifest(path, f"manifest lists other files than those of its {manifest.num_segments} segments")
         expected = {name for s in range(manifest.num_segments) for name in segment_files(s)}
         allowed = {METADATA, *(deleted_file(s) for s in range(manifest.num_segments))} if manifest.format_version > 1 else set()
         if not expected <= set(manifest.files) <= expected | allowed:
@@ -498,13 +506,8 @@ class VersionWriter:
             options=json.loads(json.dumps(dict(options))),
             tool=_tool(),
         )
-        with open(self._temporary / MANIFEST, "xb") as file:
-            file.write(manifest.dump())
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(self._temporary)
-        os.rename(self._temporary, self.path)
-        _sync_folder(self.path.parent)
+        write_manifest(self._temporary, manifest)
+        give_name(self._temporary, self.path)
         self._finished = True
 
     def _add(self, name: str, packed: Any, num_tokens: int) -> None:
@@ -648,6 +651,21 @@ def _tool() -> str:
     with suppress(metadata.PackageNotFoundError):
         return f"draftloom {metadata.version('draftloom')}"
     return "draftloom"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the last file of the version in `folder`, and force it to disk. Raises FileExistsError if there is one, OSError."""
+    with open(folder / MANIFEST, "xb") as file:
+        file.write(manifest.dump())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def give_name(temporary: Path, path: Path) -> None:
+    """Let the version written in `temporary` be `path`, so that a power cut leaves it whole or not there. Raises OSError."""
+    _sync_folder(temporary)
+    os.rename(temporary, path)
+    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

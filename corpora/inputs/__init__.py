@@ -16,15 +16,17 @@ none of its kind, and its line in `_KINDS`.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corpora.decisions import Decision
+from corpora.decisions import Decision, Reason
 from corpora.errors import InvalidOptions, SourceNotFound
 from corpora.filter import Refusal, Text
 from corpora.options import BuildOptions
@@ -86,6 +88,22 @@ def open_sources(specs: Sequence[str], options: BuildOptions, encode_chat: Encod
             raise SourceNotFound(f"path to index cannot be used: {spec}; check its spelling")
         sources.append(source)
     return sources
+
+
+def file_named(spec: str, endings: tuple[str, ...]) -> Path | None:
+    """The absolute path of the file `spec` if its name ends so, whatever its case; else None."""
+    path = Path(os.path.abspath(spec))
+    return path if path.name.lower().endswith(endings) and path.is_file() else None
+
+
+def refused(path: Path, name: str, reason: Reason, detail: str) -> Entry:
+    """The entry that stands for an input as a whole, or for the rest of it, where there is no going on."""
+    return Entry(Decision(path, name, False, reason, detail), partial(Refusal, reason, detail))
+
+
+def fault_of(error: BaseException) -> str:
+    """What an error says; its kind where it says nothing."""
+    return str(error) or type(error).__name__
 
 
 def _prefix(spec: str, taken: set[str]) -> str:

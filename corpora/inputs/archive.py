@@ -15,14 +15,13 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from corpora.decisions import Decision, Reason
 from corpora.filter import Refusal
-from corpora.inputs import EncodeChat, Entry
+from corpora.inputs import EncodeChat, Entry, fault_of, file_named, refused
 from corpora.options import BuildOptions
 from corpora.walk import NameRules, printable, stamp_of
 
@@ -42,21 +41,10 @@ _FAULTS = (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, zip
 
 def open_source(spec: str, prefix: str, options: BuildOptions, encode_chat: EncodeChat | None) -> ZipSource | TarSource | None:
     """The source, None if `spec` is no file with the name of an archive."""
-    path = Path(os.path.abspath(spec))
-    name = path.name.lower()
-    if not name.endswith(ZIP_ENDINGS + TAR_ENDINGS) or not path.is_file():
+    path = file_named(spec, ZIP_ENDINGS + TAR_ENDINGS)
+    if path is None:
         return None
-    return (ZipSource if name.endswith(ZIP_ENDINGS) else TarSource)(path, prefix, options)
-
-
-@dataclass(frozen=True)
-class _Member:
-    """What an archive says about one of its members."""
-
-    name: str
-    size: int
-    kind: Reason | None = None
-    """Why it cannot be a file with a text; None if it is one."""
+    return (ZipSource if path.name.lower().endswith(ZIP_ENDINGS) else TarSource)(path, prefix, options)
 
 
 class _Archive:
@@ -72,10 +60,13 @@ class _Archive:
         self._rules = NameRules.of(options)
         self._left_out: set[str] = set()
 
-    def _decide(self, member: _Member, stamp: str) -> Decision | None:
-        """What names and sizes say about a member; None if it is in a folder that was left out already."""
-        name = printable(member.name).removeprefix("./")
-        reason, detail, size = member.kind, "", member.size
+    def _decide(self, name: str, size: int, kind: Reason | None, stamp: str) -> Decision | None:
+        """What name and size say about a member; None if it is in a folder that was left out already.
+
+        `kind` is why it cannot be a file with a text, None if it is one.
+        """
+        name = printable(name).removeprefix("./")
+        reason, detail = kind, ""
         if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or name[1:2] == ":":
             reason = Reason.UNSAFE_NAME
         elif refused := self._rules.refuse(name):
@@ -91,8 +82,7 @@ class _Archive:
 
     def _given_up(self, reason: Reason, detail: str) -> Entry:
         """What is said of the archive itself when there is no going on."""
-        decision = Decision(self._path, f"{self._prefix.rstrip('/') or printable(self._path.name)}", False, reason, detail)
-        return Entry(decision, partial(Refusal, reason, detail))
+        return refused(self._path, self._prefix.rstrip("/") or printable(self._path.name), reason, detail)
 
 
 class ZipSource(_Archive):
@@ -105,7 +95,7 @@ class ZipSource(_Archive):
             archive = zipfile.ZipFile(self._path)
             members = archive.infolist()
         except _FAULTS as error:
-            yield self._given_up(Reason.UNREADABLE, _said(error))
+            yield self._given_up(Reason.UNREADABLE, fault_of(error))
             return
         meter = _Meter(self._path.stat().st_size)
         if len(members) > MAX_MEMBERS:
@@ -115,7 +105,7 @@ class ZipSource(_Archive):
             if info.is_dir():
                 continue
             kind = Reason.SYMLINK if info.external_attr >> 28 == 0xA else None
-            decision = self._decide(_Member(info.filename, info.file_size, kind), f"{info.file_size}-{info.CRC:08x}")
+            decision = self._decide(info.filename, info.file_size, kind, f"{info.file_size}-{info.CRC:08x}")
             if decision:
                 yield Entry(decision, partial(self._read, archive, info, meter))
 
@@ -127,7 +117,7 @@ class ZipSource(_Archive):
         except _TooMuch as error:
             return Refusal(Reason.TOO_LARGE, str(error))
         except _FAULTS as error:
-            return Refusal(Reason.UNREADABLE, _said(error))
+            return Refusal(Reason.UNREADABLE, fault_of(error))
         if len(data) > self._options.max_file_size:
             return Refusal(Reason.TOO_LARGE, f"over {self._options.max_file_size:,} bytes")
         return data
@@ -148,7 +138,7 @@ class TarSource(_Archive):
         except _TooMuch as error:
             yield self._given_up(Reason.TOO_LARGE, str(error))
         except _FAULTS as error:
-            yield self._given_up(Reason.UNREADABLE, _said(error))
+            yield self._given_up(Reason.UNREADABLE, fault_of(error))
 
     def _members(self, archive: tarfile.TarFile, stream: _Metered, stamp: str) -> Iterator[Entry]:
         for count in range(MAX_MEMBERS + 1):
@@ -162,7 +152,7 @@ class TarSource(_Archive):
             if info.isdir():
                 continue
             kind = None if info.isreg() else Reason.SYMLINK if info.issym() or info.islnk() else Reason.SPECIAL_FILE
-            decision = self._decide(_Member(info.name, info.size, kind), stamp)
+            decision = self._decide(info.name, info.size, kind, stamp)
             if decision:
                 yield Entry(decision, partial(self._read, archive, info, stream))
 
@@ -179,7 +169,7 @@ class TarSource(_Archive):
             file = archive.extractfile(info)
             return file.read() if file else Refusal(Reason.SPECIAL_FILE)
         except (*_FAULTS, _TooMuch) as error:
-            return Refusal(Reason.UNREADABLE, _said(error))
+            return Refusal(Reason.UNREADABLE, fault_of(error))
 
 
 # bounds
@@ -252,7 +242,3 @@ class _Xz:
             parts.append(self._decompressor.decompress(data, left))
             left -= len(parts[-1])
         return b"".join(parts)
-
-
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from corpora.decisions import Decision, Reason
 from corpora.filter import Part, Refusal, Text, divide, whole_characters
-from corpora.inputs import EncodeChat, Entry
+from corpora.inputs import EncodeChat, Entry, fault_of, file_named, refused
 from corpora.options import BuildOptions
 from corpora.secrets import without_secrets
 from corpora.walk import printable, stamp_of
@@ -33,8 +33,8 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "as
 
 def open_source(spec: str, prefix: str, options: BuildOptions, encode_chat: EncodeChat | None) -> RecordsSource | None:
     """The source, None if `spec` is no file of such a name."""
-    path = Path(os.path.abspath(spec))
-    if not path.name.lower().endswith(ENDINGS) or not path.is_file():
+    path = file_named(spec, ENDINGS)
+    if path is None:
         return None
     return RecordsSource(str(path), path, prefix.rstrip("/") or printable(path.name), options, encode_chat)
 
@@ -61,7 +61,7 @@ class RecordsSource:
                     decision = Decision(self.path / str(number), f"{self.name}#{number}", True, num_bytes=size, stamp=stamp)
                     yield Entry(decision, partial(self._read, line))
         except (OSError, EOFError, zlib.error) as error:
-            yield unreadable(self.path, self.name, error)
+            yield refused(self.path, self.name, Reason.UNREADABLE, fault_of(error))
 
     def _read(self, line: bytes | None) -> Text | Refusal:
         if line is None:
@@ -122,12 +122,6 @@ def _conversation(messages: Mapping[int, Mapping[str, str]], num_bytes: int, enc
         return Text((Part(encode_chat(said)),), num_bytes, tuple(secrets))
     except ValueError as error:
         return Refusal(Reason.MALFORMED, str(error))
-
-
-def unreadable(path: Path, name: str, error: BaseException) -> Entry:
-    """The entry that stands for the rest of a file which cannot be read on."""
-    refusal = Refusal(Reason.UNREADABLE, str(error) or type(error).__name__)
-    return Entry(Decision(path, name, False, refusal.reason, refusal.detail), lambda: refusal)
 
 
 def _message(value: Any) -> dict[str, str] | None:

@@ -6,7 +6,6 @@ number: `chats.parquet#17`, from 1.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,8 @@ from typing import Any
 from corpora.decisions import Decision, Reason
 from corpora.errors import InvalidOptions
 from corpora.filter import Refusal, Text
-from corpora.inputs import EncodeChat, Entry
-from corpora.inputs.records import FIELDS, read_record, unreadable
+from corpora.inputs import EncodeChat, Entry, fault_of, file_named, refused
+from corpora.inputs.records import FIELDS, read_record
 from corpora.options import BuildOptions
 from corpora.walk import printable, stamp_of
 
@@ -27,8 +26,8 @@ BATCH_ROWS = 256
 
 def open_source(spec: str, prefix: str, options: BuildOptions, encode_chat: EncodeChat | None) -> TableSource | None:
     """The source, None if `spec` is no file of such a name. Raises InvalidOptions where pyarrow is not installed."""
-    path = Path(os.path.abspath(spec))
-    if not path.name.lower().endswith(ENDINGS) or not path.is_file():
+    path = file_named(spec, ENDINGS)
+    if path is None:
         return None
     try:
         import pyarrow.parquet  # noqa: F401
@@ -62,8 +61,7 @@ class TableSource:
                 field = next((field for field in wanted if field in columns), None)
                 if field is None:
                     said = f"no column {' or '.join(wanted)}, only {', '.join(columns)}"
-                    decision = Decision(self.path, self.name, False, Reason.MALFORMED, said)
-                    yield Entry(decision, partial(Refusal, Reason.MALFORMED, said))
+                    yield refused(self.path, self.name, Reason.MALFORMED, said)
                     return
                 number = 0
                 for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=[field]):
@@ -73,7 +71,7 @@ class TableSource:
                         at = Decision(self.path / str(number), f"{self.name}#{number}", True, num_bytes=size, stamp=stamp)
                         yield Entry(at, partial(self._read, row, size))
         except (OSError, pyarrow.ArrowException) as error:
-            yield unreadable(self.path, self.name, error)
+            yield refused(self.path, self.name, Reason.UNREADABLE, fault_of(error))
 
     def _read(self, row: dict[str, Any], size: int) -> Text | Refusal:
         if size > self.options.max_file_size:

@@ -10,8 +10,10 @@ import pytest
 
 from corpora import walk as walk_module
 from corpora.errors import InvalidOptions, SourceNotFound
-from corpora.walk import walk
-from tests.corpora.trees import git, plant, reasons, taken
+from corpora.inputs import open_sources
+from corpora.options import BuildOptions
+from corpora.survey import Survey
+from tests.corpora.trees import git, listed, plant, reasons, taken
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_ignore_files_count_at_each_level(tmp_path: Path, no_git: None) -> None:
     assert reasons(tmp_path) == dict.fromkeys(
         ["a.log", "build/", "notes.txt", "src/cache_1/", "src/deep/x.tmp", "src/other.log"], "ignored"
     )
-    details = {d.name: d.detail for d in walk([tmp_path])}
+    details = {d.name: d.detail for d in listed(tmp_path)}
     assert details["src/deep/x.tmp"] == "src/.gitignore" and details["a.log"] == ".gitignore"
 
 
@@ -222,8 +224,9 @@ def test_include_and_exclude_are_patterns_of_git(tmp_path: Path) -> None:
 def test_several_paths_are_told_apart_and_each_file_is_found_once(tmp_path: Path) -> None:
     """Names begin with the folder they were found under; a file below two paths belongs to the first."""
     plant(tmp_path, {"one/a.py": "x", "one/sub/b.py": "x", "two/a.py": "x"})
-    found = taken(tmp_path / "one", tmp_path / "two", tmp_path / "one/sub", tmp_path / "two/a.py")
-    assert found == ["one/a.py", "one/sub/b.py", "two/a.py"]
+    paths = [str(tmp_path / name) for name in ("one", "two", "one/sub", "two/a.py")]
+    found = Survey(open_sources(paths, BuildOptions()), BuildOptions())
+    assert [each.decision.name for each in found if each.decision.taken] == ["one/a.py", "one/sub/b.py", "two/a.py"]
 
 
 def test_names_are_always_text(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from corpora.walk import walk
+from corpora.decisions import Decision
+from corpora.inputs import open_sources
+from corpora.options import BuildOptions
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
 
@@ -34,9 +37,17 @@ def git(folder: Path, *command: str) -> None:
 
 def taken(*paths: Path, **options: list[str]) -> list[str]:
     """The names of the candidates, in order."""
-    return [decision.name for decision in walk(paths, **options) if decision.taken]
+    return [decision.name for decision in listed(*paths, **options) if decision.taken]
 
 
 def reasons(*paths: Path, **options: list[str]) -> dict[str, str]:
     """name -> reason of everything that is not a candidate."""
-    return {decision.name: str(decision.reason) for decision in walk(paths, **options) if not decision.taken}
+    return {decision.name: str(decision.reason) for decision in listed(*paths, **options) if not decision.taken}
+
+
+def listed(*paths: Path, **options: list[str]) -> Iterator[Decision]:
+    """What names and metadata say about everything below `paths`, in order."""
+    chosen = BuildOptions(**{key: tuple(value) for key, value in options.items()})
+    for source in open_sources([str(path) for path in paths], chosen):
+        for entry in source.entries():
+            yield entry.decision
