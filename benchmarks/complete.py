@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import hashlib
 import json
 import re
@@ -35,7 +36,7 @@ from rich.table import Table
 from corpora.build import build
 from corpora.catalog import Catalog
 from engine.acceptance import SamplingParams
-from engine.app import Engine, prepare_process
+from engine.app import Engine
 from engine.requests import GenerationRequest, SpeculationOptions
 from engine.text import Tokenizer
 
@@ -46,6 +47,7 @@ PAIRS = {
 }
 
 
+@functools.cache
 def make_pair(name: str) -> tuple[str, Path, Path]:
     """(label, folder to index, completions) of a named pair or of FOLDER,COMPLETIONS."""
     if name not in PAIRS:
@@ -179,5 +181,4 @@ if __name__ == "__main__":
     parser.add_argument("--nodes", default="auto", help="comma-separated: auto, or a fixed number (default: %(default)s)")
     parser.add_argument("--cut", choices=("line", "word"), default="line", help="where the prefix ends (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads of a pass (default: one per core)")
-    prepare_process()
     asyncio.run(main(parser.parse_args()))

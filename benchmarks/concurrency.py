@@ -12,20 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
-from _common import AUTO, console, load_target, make_engine, price
+from _common import console, load_target
 from complete import make_pair, prompts
 from rich.table import Table
-from worker import answer, rate
-
-from corpora.build import build
-from corpora.catalog import Catalog
-from engine.app import prepare_process
+from worker import answer, indexed_engine, rate
 
 
 async def measure(
@@ -33,13 +27,7 @@ async def measure(
 ) -> dict[str, dict[str, Any]]:
     """By level: tokens/s both ways, their ratio, and the share of texts that agree."""
     found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder)
-        _, indexed, _ = make_pair("pydantic")
-        build("bench", [indexed], tokenizer, Catalog(store))
-        engine = make_engine(model, target, tokenizer, store, nodes=AUTO)
-        price(target, AUTO)
-        await answer(engine, texts[0][:200], 8, True)  # compiles what was not yet
+    async with indexed_engine(model, target, tokenizer, texts[0][:200]) as engine:
         for level in levels:
             speeds: dict[bool, list[float]] = {False: [], True: []}
             said: dict[bool, list[list[int]]] = {}
@@ -55,7 +43,6 @@ async def measure(
                 "identical": sum(a == b for a, b in zip(said[False], said[True], strict=True)) / level,
             }
             console.print(f"{level}: {found[str(level)]['ratio']:.2f}")
-        await engine.close()
     return found
 
 
@@ -69,7 +56,6 @@ def main(
     rounds: Annotated[int, typer.Option(help="times that each level is run both ways")] = 3,
 ) -> None:
     """Measure, print a table, then one line of JSON."""
-    prepare_process()
     tokenizer, target = load_target(model, dtype, threads)
     wanted = [int(level) for level in levels.split(",")]
     _, _, completions = make_pair("pydantic")

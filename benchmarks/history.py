@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from engine.app import prepare_process
-
 Tokens = NDArray[np.int32]
 
 VOCAB = 50_000
@@ -91,7 +89,6 @@ def main(
     budget: Annotated[int, typer.Option(help="Nodes of a draft.")] = 32,
 ) -> None:
     """Print a table, then one line of JSON."""
-    prepare_process()
     from retriever.history import kernels
 
     kernels.warmup()

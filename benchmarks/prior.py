@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -22,18 +21,15 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from replay import SOURCES, Turn, calibration_error, log_loss, replay
 
 from corpora.build import build
 from corpora.catalog import DEFAULT_TENANT, Catalog
-from engine.app import prepare_process
 from engine.calibration import Calibration
 from engine.models import tokenizer_folder
 from engine.prior import render
 from engine.text import Tokenizer
 from retriever.datastore import Datastore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from replay import SOURCES, Turn, calibration_error, log_loss, replay
 
 _PROMPT = 600
 _ANSWER = 200
@@ -52,7 +48,6 @@ def main(
     files: Annotated[int, typer.Option(help="Files to replay.")] = 120,
 ) -> None:
     """Replay, learn, write."""
-    prepare_process()
     tokenizer = Tokenizer.load(tokenizer_folder(model))
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts)

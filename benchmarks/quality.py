@@ -26,7 +26,6 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.app import prepare_process
 from engine.models import resolve
 from engine.target.attention import Part, Pass
 from engine.target.cache import KVStorage, KVTable
@@ -165,7 +164,6 @@ def main(
     by_parts: Annotated[bool, typer.Option("--parts", help="round one kind of layer at a time")] = False,
 ) -> None:
     """Measure, print the table, then one line of JSON."""
-    prepare_process()
     folder = resolve(model)
     text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)
     ids = np.array(Tokenizer.load(folder).encode(text)[:tokens], np.int32)

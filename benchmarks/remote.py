@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.acceptance import Limits, SamplingParams
-from engine.app import prepare_process
 from engine.target import SequenceRequest, Target
 from engine.target.fake import FakeTarget
 from engine.target.process import start_worker
@@ -160,7 +159,6 @@ def main(
     beside: Annotated[bool, typer.Option(help="Also time passes beside a thread that loops for ever.")] = False,
 ) -> None:
     """Print the table."""
-    prepare_process()
     table = Table(box=None, header_style="bold")
     table.add_column("worker")
     for header in ("streams", "waited ms", "pass ms", "overhead ms"):

@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from _common import console, data_folder
+from complete import make_pair
 from numba import njit
 from numpy.typing import NDArray
 from rich.console import Console
@@ -50,7 +51,7 @@ from corpora.build import build
 from corpora.catalog import DEFAULT_TENANT, Catalog
 from engine import kernels
 from engine.acceptance import Limits, walk
-from engine.app import make_drafters, prepare_process
+from engine.app import make_drafters
 from engine.calibration import Calibration
 from engine.drafters import DraftRequest, Feedback
 from engine.drafters.panel import Panel
@@ -62,9 +63,6 @@ from engine.target import StepResult
 from engine.text import Tokenizer
 from engine.tree import CANDIDATE, LOOKAHEAD, CandidateTree, CostCurve, Draft
 from retriever.datastore import Datastore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from complete import make_pair
 
 Tokens = NDArray[np.int32]
 
@@ -80,8 +78,6 @@ NUM_TIMED = 12
 """Turns of a set by which time is measured."""
 
 NUM_BINS = 15
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -127,14 +123,6 @@ SETS: Mapping[str, Recording | Completions] = {
 # ---- the sets
 
 
-def data_folder() -> Path:
-    """Where the evaluation data is. Exits with what to do where it is not."""
-    data = Path(os.environ.get("DRAFTLOOM_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
-    if not (data / "read_data.py").exists():
-        sys.exit(f"the evaluation data is not in {data}: set DRAFTLOOM_DATA")
-    return data
-
-
 def sample(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """About `limit` records, those whose subject has the smallest hash, in the order of the file.
 
@@ -151,11 +139,14 @@ def sample(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]
 
 def recorded(recording: Recording, limit: int, tokenizer: Tokenizer) -> list[Turn]:
     """The turns of a set of traces, as Qwen2.5's chat template puts them; every answer ends with the token that ends a turn."""
-    sys.path.insert(0, str(data_folder()))
+    data = data_folder()
+    if not (data / "read_data.py").exists():
+        sys.exit(f"the evaluation data is not in {data}: set DRAFTLOOM_DATA")
+    sys.path.insert(0, str(data))
     from read_data import jsonl
 
     turns = []
-    for record in sample(list(jsonl(data_folder() / "traces" / f"{recording.file}.jsonl.gz")), limit):
+    for record in sample(list(jsonl(data / "traces" / f"{recording.file}.jsonl.gz")), limit):
         messages = record.get("messages") or [
             {"role": "user", "content": record["prompt"]},
             {"role": "assistant", "content": record["output"]},
@@ -230,7 +221,7 @@ def replay(
     """
     found = Replay()
     drafters = list(make_drafters(names).values())
-    calibration = calibration or Calibration.of(None, prior())
+    calibration = calibration or Calibration(None, prior())
     memory = Tenant(clock=lambda: 0.0)
 
     async def run() -> None:
@@ -503,7 +494,6 @@ def main(
     peers_python: Annotated[str, typer.Option("--peers", help="Python of an environment with the peers; none: left out.")] = "",
 ) -> None:
     """Replay recorded answers; print a table for each set, then one line of JSON."""
-    prepare_process()
     tokenizer = Tokenizer.load(tokenizer_folder(model))
     sizes = [int(size) for size in budgets.split(",")]
     folder = cache_root().parent / "replay"

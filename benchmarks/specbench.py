@@ -35,7 +35,7 @@ from rich.progress import track
 from rich.table import Table
 
 from engine.acceptance import SamplingParams
-from engine.app import Engine, prepare_process
+from engine.app import Engine
 from engine.requests import GenerationRequest, SpeculationOptions
 from engine.text import Tokenizer
 
@@ -190,5 +190,4 @@ def main(
 
 
 if __name__ == "__main__":
-    prepare_process()
     typer.run(main)

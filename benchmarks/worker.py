@@ -18,7 +18,8 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ from rich.table import Table
 from corpora.build import build
 from corpora.catalog import Catalog
 from engine.acceptance import SamplingParams
-from engine.app import prepare_process
+from engine.app import Engine
 from engine.requests import Chunk, GenerationRequest, SpeculationOptions
 from engine.target.attention import Part, Pass
 from engine.target.cache import KVTable
@@ -154,18 +155,26 @@ def rate(answers: list[Answer]) -> float | None:
     return sum(count for each in answers for at, count in each.times if begin < at <= end) / (end - begin)
 
 
-async def concurrent(
-    target: Any, tokenizer: Any, model: str, texts: list[str], levels: list[int], tokens: int
-) -> dict[str, Any]:
-    """Plain and speculative tokens/s by the number of requests at once; texts must agree."""
-    found: dict[str, Any] = {}
+@asynccontextmanager
+async def indexed_engine(model: str, target: Any, tokenizer: Any, text: str) -> AsyncIterator[Engine]:
+    """An engine with the older release of the pair `pydantic` as the corpus of `answer`; it has answered `text` already."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder)
         _, indexed, _ = make_pair("pydantic")
         build("bench", [indexed], tokenizer, Catalog(store))
         engine = make_engine(model, target, tokenizer, store, nodes=AUTO)
         price(target, AUTO)
-        await answer(engine, texts[0][:200], 8, True)  # compiles what was not yet
+        await answer(engine, text, 8, True)  # compiles what was not yet
+        yield engine
+        await engine.close()
+
+
+async def concurrent(
+    target: Any, tokenizer: Any, model: str, texts: list[str], levels: list[int], tokens: int
+) -> dict[str, Any]:
+    """Plain and speculative tokens/s by the number of requests at once; texts must agree."""
+    found: dict[str, Any] = {}
+    async with indexed_engine(model, target, tokenizer, texts[0][:200]) as engine:
         for level in levels:
             both = [
                 await asyncio.gather(*(answer(engine, text, tokens, speculate) for text in texts[:level]))
@@ -178,7 +187,6 @@ async def concurrent(
                 "identical": f"{same}/{level}",
                 "first_token_ms": median(each.first_ms for each in both[1]),
             }
-        await engine.close()
     return found
 
 
@@ -245,7 +253,6 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="no peers, fewer rounds")] = False,
 ) -> None:
     """Measure, print tables, then one line of JSON."""
-    prepare_process()
     tokenizer, target = load_target(model, dtype, threads)
     figures: dict[str, Any] = {"model": model, "dtype": dtype, "concurrency": {}, "peers": {}}
     if not requests_only:

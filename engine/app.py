@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import sys
 import time
@@ -160,8 +159,8 @@ class Engine:
             drafting = 0.0
             async for step, result in steps:
                 text, step = reader.read(step)
-                trace = recorder.last(len(step.tokens), times.draft + times.commit - drafting) if recorder else None
-                drafting = times.draft + times.commit
+                trace = recorder.last(len(step.tokens), times.draft - drafting) if recorder else None
+                drafting = times.draft
                 logprobs = None if result.logprobs is None else TokenLogprob.of(result.logprobs)[: len(step.tokens)]
                 tokens = tuple(step.tokens.tolist())
                 sizes = tuple(len(self.tokenizer.text_bytes(token)) for token in tokens)
@@ -276,7 +275,7 @@ class Engine:
 
 def _begin_calibration(saved: Mapping[str, NDArray[np.float64]] | None) -> Calibration:
     """What was learned of this model and tenant, on top of what is shipped."""
-    return Calibration.of(saved, prior())
+    return Calibration(saved, prior())
 
 
 async def _encode(encode: Callable[[str], NDArray[np.int32]], text: str) -> NDArray[np.int32]:
@@ -340,7 +339,7 @@ def _statistics(
         num_steps=tally.num_steps,
         num_nodes=tally.num_verified,
         num_accepted=tally.num_accepted,
-        draft_seconds=times.draft + times.commit,
+        draft_seconds=times.draft,
         step_seconds=times.step,
         prefill_seconds=prefill,
         corpora=tuple((name, store.version) for name, store in stores.items()),
@@ -360,16 +359,6 @@ def _tenants(config: Config) -> Tenants:
         total_bytes=settings.total_bytes,
         retention=settings.retention_days * DAY,
     )
-
-
-def prepare_process() -> None:
-    """What must hold before anything is compiled: numba's cache in a folder of the user's own, where nobody else can write."""
-    folder = cache_root().parent / "numba"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
 
 
 def warm_kernels() -> None:

@@ -40,8 +40,8 @@ class Calibration:
        one's rate, the coarsest from the estimate itself. So an unseen source's estimates are left as they are.
     3. `mixture` is one row a source, and a bias that all share.
 
-    What was learned of one model and tenant is kept as `arrays()` and read by `of`; what is not there is taken from `prior`, by
-    label, else by kind (the part before a colon).
+    What was learned of one model and tenant is kept as `arrays()` and given as `saved`, None if nothing was; what is not there
+    is taken from `prior`, by label, else by kind (the part before a colon). Raises ValueError if arrays do not fit.
     """
 
     def __init__(self, saved: Arrays | None = None, prior: Arrays | None = None) -> None:
@@ -56,11 +56,6 @@ class Calibration:
         self.mixture = Mixture(np.zeros((0, _WEIGHTS[1])), np.zeros((0, _WEIGHTS[1])), np.zeros(_WEIGHTS[1]))
         if bias is not None:
             self.mixture.bias[:] = bias
-
-    @staticmethod
-    def of(saved: Arrays | None, prior: Arrays | None = None) -> Calibration:
-        """From another one's `arrays`; None is one that has seen nothing. Raises ValueError if they do not fit."""
-        return Calibration(saved, prior)
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -100,6 +100,9 @@ ConfigOption = Annotated[
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The model: see `draftloom model list`.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, int8, bfloat16 or float32.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of a pass.")]
+KvMemoryOption = Annotated[
+    str | None, typer.Option("--kv-memory", help='Memory for keys and values, such as "2 GiB".', show_default=False)
+]
 StoreOption = Annotated[Path | None, typer.Option("--store", help="Folder of the corpora.")]
 MemoryOption = Annotated[
     Path | None, typer.Option("--memory", help="Folder of what is remembered of earlier answers.", show_default=False)
@@ -231,9 +234,7 @@ def serve_command(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
-    kv_memory: Annotated[
-        str | None, typer.Option("--kv-memory", help='Memory for keys and values, such as "2 GiB".', show_default=False)
-    ] = None,
+    kv_memory: KvMemoryOption = None,
     worker: Annotated[str | None, typer.Option("--worker", help="Workers that run already: addresses, with commas.")] = None,
     corpus: Annotated[
         list[str] | None, typer.Option("--corpus", help="Corpus for requests that name none. Repeatable.", show_default=False)
@@ -241,7 +242,7 @@ def serve_command(
     store: StoreOption = None,
     memory: MemoryOption = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Remember nothing between requests.")] = False,
-    max_nodes: Annotated[int | None, typer.Option("--max-nodes", help="Most candidates in a tree.")] = None,
+    max_nodes: MaxNodesOption = None,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding for everyone.")] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
@@ -280,9 +281,7 @@ def worker_command(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
-    kv_memory: Annotated[
-        str | None, typer.Option("--kv-memory", help='Memory for keys and values, such as "2 GiB".', show_default=False)
-    ] = None,
+    kv_memory: KvMemoryOption = None,
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="The worker's certificate (PEM).", dir_okay=False)] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its key (PEM).", dir_okay=False)] = None,
     tls_ca: Annotated[
@@ -309,8 +308,7 @@ def worker_command(
         "--tls-ca": tls_ca,
         "--drain-seconds": drain_seconds,
     }
-    words = [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
-    words += ["--insecure"] if insecure else []
+    words = _words(options) + (["--insecure"] if insecure else [])
     from engine.target.server import parser, start
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -517,8 +515,11 @@ def some_server(server: str | None, own: Sequence[str]) -> Iterator[str]:
 
 
 def _own_flags(config: Path | None, model: str | None, dtype: str | None, threads: int | None, store: Path | None) -> list[str]:
+    return _words({"--config": config, "--model": model, "--dtype": dtype, "--threads": threads, "--store": store})
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
     """The words of a command line for those that are set."""
-    flags = {"--config": config, "--model": model, "--dtype": dtype, "--threads": threads, "--store": store}
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.drafters import DRAFTERS
 from engine.errors import ConfigError
+from engine.memory import RETENTION_DAYS, TENANT_BYTES, TOTAL_BYTES
 from engine.models import DEFAULT_MODEL
 
 DTYPES = ("auto", "int8", "bfloat16", "float32")
@@ -157,13 +158,15 @@ class MemorySettings:
         "Folder that it is kept in, readable by its owner only. Unset: `$XDG_STATE_HOME/draftloom/memory`, else below "
         "`~/.local/state`. Only one server at a time may use it.",
     )
-    retention_days: float = setting(30.0, "Days after which a text is forgotten. `draftloom history clear` does it at once.")
+    retention_days: float = setting(
+        RETENTION_DAYS, "Days after which a text is forgotten. `draftloom history clear` does it at once."
+    )
     tenant_bytes: Size = setting(
-        Size(16 << 20),
+        Size(TENANT_BYTES),
         "Most memory for one tenant's earlier answers; a token takes 56 bytes, on disk 4. What is least useful goes first.",
     )
     total_bytes: Size = setting(
-        Size(1 << 30), "Most memory for all tenants. Those that have not asked for longest are left on disk until they ask."
+        Size(TOTAL_BYTES), "Most memory for all tenants. Those that have not asked for longest are left on disk until they ask."
     )
 
 

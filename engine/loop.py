@@ -15,11 +15,10 @@ from engine.target import StepResult, TargetSequence
 
 @dataclass
 class Times:
-    """Seconds spent so far: `draft` proposing and merging, `step` waiting for the target, `commit` taking in what it said."""
+    """Seconds spent so far: `draft` proposing, merging, and taking in what the target said; `step` waiting for it."""
 
     draft: float = 0.0
     step: float = 0.0
-    commit: float = 0.0
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -46,5 +45,5 @@ async def decode(
         panel.accept(step.tokens, result.feedback)
         times.draft += drafted - start
         times.step += verified - drafted
-        times.commit += time.perf_counter() - verified
+        times.draft += time.perf_counter() - verified
         yield step, result

@@ -59,7 +59,6 @@ class LookaheadDrafting:
         self._text = context[-_MOST_TEXT:].tolist()
         self._rate = 1.0
         self._gain = self._FIRST_GAIN
-        self._drafted = Draft.empty()
 
     def propose(self, context: Tokens, budget: int) -> Draft:
         """See Drafting. Some 10 to 40 microseconds."""

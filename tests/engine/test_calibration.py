@@ -172,14 +172,14 @@ def test_what_was_learned_survives_arrays() -> None:
     calibration = Calibration()
     simulate(lambda raw: raw / 2, 200, calibration, 6)
     arrays = calibration.arrays()
-    again = Calibration.of(arrays)
+    again = Calibration(arrays)
     draft = Draft.of([1], [-1], [0.55], [4], [3])
     before = calibrated(again, "corpus", draft)
     assert before == calibrated(calibration, "corpus", draft)
     assert set(arrays) == {"bias", "corpus/counts", "corpus/weights"}
     simulate(lambda raw: 0.0, 50, again, 7)
-    assert calibrated(Calibration.of(arrays), "corpus", draft) == before
-    assert set(Calibration.of(arrays).arrays()) == set(arrays), "what was not asked for is kept as it is"
+    assert calibrated(Calibration(arrays), "corpus", draft) == before
+    assert set(Calibration(arrays).arrays()) == set(arrays), "what was not asked for is kept as it is"
 
 
 def test_a_label_begins_as_its_kind_does_in_the_prior() -> None:
@@ -188,10 +188,10 @@ def test_a_label_begins_as_its_kind_does_in_the_prior() -> None:
     simulate(lambda raw: 0.0, 300, teacher, 8)
     prior = teacher.arrays()
     draft = Draft.of([1], [-1], [0.95], [4], [3])
-    assert calibrated(Calibration.of(None, prior), "corpus:mycode", draft) == calibrated(teacher, "corpus", draft)
+    assert calibrated(Calibration(None, prior), "corpus:mycode", draft) == calibrated(teacher, "corpus", draft)
     saved = Calibration()
     saved.rows(["corpus:mycode"])
-    fresh = Calibration.of(saved.arrays(), prior)
+    fresh = Calibration(saved.arrays(), prior)
     assert calibrated(fresh, "corpus:mycode", draft)[0] == pytest.approx(0.95)
     assert set(fresh.arrays()) == {"bias", "corpus:mycode/counts", "corpus:mycode/weights"}
 
@@ -208,7 +208,7 @@ def test_arrays_that_are_no_calibration_are_refused() -> None:
         ("corpus/weights", np.full((2, kernels.NUM_SETS), np.nan)),
     ]:
         with pytest.raises(ValueError, match=name):
-            Calibration.of(good.arrays() | {name: value})
+            Calibration(good.arrays() | {name: value})
 
 
 def test_corpora_without_number_share_the_table_of_their_kind() -> None:

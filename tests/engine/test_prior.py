@@ -25,7 +25,7 @@ def taught() -> Calibration:
 
 def test_the_shipped_prior_is_a_calibration() -> None:
     """It is accepted as one, and knows the sources whose drafts are found in texts."""
-    Calibration.of(None, prior())
+    Calibration(None, prior())
     assert set(prior()) == {"corpus/counts", "prompt/counts", "history/counts"}
 
 
@@ -48,7 +48,7 @@ def test_a_table_says_what_was_learned() -> None:
 
 def test_a_new_tenant_begins_with_the_prior() -> None:
     """A source that was seen to exaggerate is believed less from the first request on."""
-    fresh = Calibration.of(None, parse(render(taught().arrays())))
+    fresh = Calibration(None, parse(render(taught().arrays())))
     odds, _ = fresh.log_odds(Drafts.of([Draft.of([1], [-1], [0.8], [4], [3])]), fresh.rows(["prompt"]))
     assert kernels.chance(odds[0]) < 0.6
 
