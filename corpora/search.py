@@ -64,7 +64,7 @@ def search(
     with Datastore.open(catalog.version_path(name, active.id)) as store:
         places = tuple(
             Place(
-                store.document_name(place.document),
+                place.name,
                 place.offset,
                 tokenizer.decode(place.before, continuing=True),
                 tokenizer.decode(place.after, continuing=True),

@@ -18,6 +18,7 @@ from threading import Thread
 from corpora.catalog import Catalog, Corpus
 from corpora.errors import CatalogError, CorpusNotFound
 from engine.errors import CorpusUnusable, NotFound
+from engine.files import replacing
 from engine.requests import CorpusInfo
 from engine.target import TargetInfo
 from retriever.datastore import Datastore
@@ -52,7 +53,8 @@ class Checks:
         if note is not None:
             with suppress(OSError):
                 note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                note.write_text(fault, encoding="utf-8")
+                with replacing(note) as out:
+                    out.write(fault.encode())
                 self._forget_the_oldest()
         return fault
 

@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.files import replacing
 
 log = logging.getLogger("draftloom.memory")
 
@@ -80,6 +81,11 @@ class Memory:
 
         A damaged file is moved aside to `NAME.damaged`, where only the latest such file stays.
         """
+        loaded = self._load(model, tenant, name)
+        return loaded and loaded[0]
+
+    def _load(self, model: str, tenant: str, name: str) -> tuple[dict[str, NDArray[Any]], str] | None:
+        """`load`, and the checksum that was found to hold."""
         from safetensors import SafetensorError, safe_open  # here, so that sources can be used where it is not installed
 
         folder = self._folder(model, tenant)
@@ -95,15 +101,18 @@ class Memory:
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             _set_aside(file, str(error))
             return None
-        if checksum != _checksum(arrays):
+        if checksum != (found := _checksum(arrays)):
             _set_aside(file, "its checksum does not hold")
             return None
-        return arrays
+        return arrays, found
 
-    def save(self, model: str, tenant: str, name: str, arrays: Arrays, mark: int | None = None) -> bool:
+    def save(
+        self, model: str, tenant: str, name: str, arrays: Arrays, mark: int | None = None, checksum: str | None = None
+    ) -> bool:
         """Keep `arrays` in place of what was there; a crash leaves one or the other. False, with a warning, if it cannot be.
 
-        `mark` is what `mark()` said when the state was begun: after a `clear` since then nothing is saved.
+        `mark` is what `mark()` said when the state was begun: after a `clear` since then nothing is saved. `checksum` is
+        that of the arrays, if the caller has it already.
         """
         from safetensors.numpy import save as to_safetensors
 
@@ -111,14 +120,15 @@ class Memory:
         if folder is None:
             return False
         plain = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
-        content = to_safetensors(plain, {"checksum": _checksum(plain)})
+        content = to_safetensors(plain, {"checksum": checksum or _checksum(plain)})
         file = folder / (name + _SUFFIX)
         try:
             _make_folder(folder, model, tenant)
             with _locked(folder):
                 if mark is not None and mark != _mark(folder):
                     return False
-                _write(file, content)
+                with replacing(file) as out:
+                    out.write(content)
         except OSError as error:
             log.warning("cannot remember: %s: %s", file, error)
             return False
@@ -154,7 +164,8 @@ class Memory:
                     if file.suffix in (_SUFFIX, ".damaged", ".tmp"):
                         file.unlink()
                         num_cleared += file.suffix == _SUFFIX
-                _write(folder / "cleared", b"")
+                with replacing(folder / "cleared"):
+                    pass
         return num_cleared
 
     def names(self, model: str, tenant: str) -> list[str]:
@@ -190,12 +201,12 @@ class Memory:
                     (folder / (entry.name + ".damaged")).unlink(missing_ok=True)
             elif entry.name in expire:
                 mark = _mark(folder)
-                arrays = self.load(entry.model, entry.tenant, entry.name)
-                if arrays is None:
+                loaded = self._load(entry.model, entry.tenant, entry.name)
+                if loaded is None:
                     continue
-                left = expire[entry.name](arrays, oldest)
-                if _checksum(left) != _checksum(arrays):
-                    self.save(entry.model, entry.tenant, entry.name, left, mark)
+                left = expire[entry.name](loaded[0], oldest)
+                if (checksum := _checksum(left)) != loaded[1]:
+                    self.save(entry.model, entry.tenant, entry.name, left, mark, checksum)
 
     def _folder(self, model: str, tenant: str) -> Path | None:
         return None if self._root is None else self._root / _file_name(model) / _file_name(tenant)
@@ -329,13 +340,13 @@ class Tenants:
 
     def _read(self, model: str, tenant: str) -> _Live:
         mark = self._memory.begin(model, tenant)
-        saved = {}
+        saved, written = dict[str, Arrays](), dict[str, str]()
         for name in self._memory.names(model, tenant):
-            arrays = self._memory.load(model, tenant, name)
-            if arrays is not None:
-                saved[name] = arrays
+            loaded = self._memory._load(model, tenant, name)
+            if loaded is not None:
+                saved[name], written[name] = loaded
         opened = Tenant(saved, state_bytes=self._state_bytes, retention=self._retention, clock=self._clock)
-        return _Live(opened, mark, {name: _checksum(arrays) for name, arrays in saved.items()})
+        return _Live(opened, mark, written)
 
     async def _save(self, key: tuple[str, str], live: _Live) -> None:
         async with self._saving:
@@ -345,7 +356,7 @@ class Tenants:
 
     def _write(self, key: tuple[str, str], live: _Live, name: str, arrays: Arrays) -> None:
         checksum = _checksum(arrays)
-        if live.written.get(name) != checksum and self._memory.save(*key, name, arrays, live.mark):
+        if live.written.get(name) != checksum and self._memory.save(*key, name, arrays, live.mark, checksum):
             live.written[name] = checksum
 
     async def _make_room(self, newest: tuple[str, str]) -> None:
@@ -399,7 +410,8 @@ def _make_folder(folder: Path, model: str, tenant: str) -> None:
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if _who(folder) != (model, tenant):
-        _write(folder / "who", json.dumps({"model": model, "tenant": tenant}).encode())
+        with replacing(folder / "who") as out:
+            out.write(json.dumps({"model": model, "tenant": tenant}).encode())
 
 
 def _mark(folder: Path) -> int:
@@ -416,20 +428,6 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / "who").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Put `content` in place of the file, whole or not at all, readable by its owner only."""
-    beside = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        beside.replace(file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _set_aside(file: Path, fault: str) -> None:

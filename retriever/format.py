@@ -217,6 +217,11 @@ class MappedFile:
             digest.update(self.payload[begin : begin + _CHUNK].data)
         return digest.intdigest() != self.header.payload_checksum
 
+    def refuse_damage(self) -> None:
+        """Raise ChecksumMismatch if it is `damaged`."""
+        if self.damaged():
+            raise ChecksumMismatch(self.path, "content was altered")
+
 
 # The manifest
 
@@ -322,8 +327,7 @@ def read_metadata(folder: Path) -> bytes:
     if entry is None:
         return b""
     file = MappedFile.open(folder / METADATA, b"meta", entry)
-    if file.damaged():
-        raise ChecksumMismatch(file.path, "content was altered")
+    file.refuse_damage()
     return file.payload.tobytes()
 
 
@@ -377,8 +381,8 @@ def write_version(
             fingerprint=fingerprint,
             options=recorded,
             sources=sources,
-            num_text_bytes=num_text_bytes() if callable(num_text_bytes) else num_text_bytes,
-            metadata=metadata() if callable(metadata) else metadata,
+            num_text_bytes=num_text_bytes,
+            metadata=metadata,
         )
     return writer.path
 
@@ -413,7 +417,7 @@ class VersionWriter:
         self._files: dict[str, FileEntry] = {}
         self._report = on_progress or (lambda stage, num_tokens: None)
         self._temporary = self.path.with_name(self.path.name + ".tmp")
-        self._segment = _Segment(self._width, vocab_size)
+        self._segment = _Segment(self._width)
         self._finished = False
 
     def __enter__(self) -> VersionWriter:
@@ -448,27 +452,28 @@ class VersionWriter:
         if self._segment.names:
             self._files.update(self._segment.write(self._temporary, self.num_segments, self._report, self.num_tokens))
             self.num_segments += 1
-            self._segment = _Segment(self._width, self.vocab_size)
+            self._segment = _Segment(self._width)
 
     def link(
         self,
-        files: Sequence[tuple[Path, FileEntry]],
+        files: Mapping[str, MappedFile],
         num_documents: int,
         num_tokens: int,
         deleted: Sequence[NDArray[Any]] | None = None,
     ) -> None:
-        """Take over a segment of another version: its four files, in the order of KINDS, by hard links, or copies where the
-        file system has none.
+        """Take over a segment of another version: its files, by their endings, by hard links, or copies where the file system
+        has none.
 
-        `num_documents` and `num_tokens` count what is left of it, `deleted` is what `tombstones` made of the rest.
+        `num_documents` and `num_tokens` count what is left of it, `deleted` is what `tombstones` made of the rest, where that
+        is not among the files.
         """
-        names = segment_files(self.num_segments)
-        for name, (path, entry) in zip(names, files, strict=True):
-            _link(path, self._temporary / name)
-            self._files[name] = entry
+        for ending, file in files.items():
+            name = f"seg-{self.num_segments:04d}.{ending}"
+            _link(file.path, self._temporary / name)
+            self._files[name] = file.entry
         if deleted is not None:
             name = deleted_file(self.num_segments)
-            num_suffixes = files[1][1].size - HEADER.size >> 2
+            num_suffixes = files["suffixes"].header.count
             self._files[name] = write_file(self._temporary / name, b"tomb", b"u8le", num_suffixes, num_tokens, deleted)
         self.num_segments += 1
         self.num_documents += num_documents
@@ -480,10 +485,12 @@ class VersionWriter:
         fingerprint: str,
         options: Mapping[str, Any],
         sources: Iterable[str],
-        num_text_bytes: int,
-        metadata: bytes,
+        num_text_bytes: int | Callable[[], int],
+        metadata: bytes | Callable[[], bytes],
     ) -> None:
         """Write what is left, then the manifest; force it all to disk, and give the version its name."""
+        num_text_bytes = num_text_bytes() if callable(num_text_bytes) else num_text_bytes
+        metadata = metadata() if callable(metadata) else metadata
         if not self.num_segments and not self._segment.names:
             self._files.update(self._segment.write(self._temporary, 0, self._report, 0))
             self.num_segments = 1
@@ -519,7 +526,7 @@ class VersionWriter:
         self._report("read", self.num_tokens)
 
 
-def _packed(name: str, tokens: NDArray[np.integer], vocab_size: int, width: int) -> bytes:
+def _packed(name: str, tokens: NDArray[np.integer], vocab_size: int, width: int) -> memoryview:
     """Token ids as they stand on disk, after a look whether they are some."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
@@ -528,7 +535,7 @@ def _packed(name: str, tokens: NDArray[np.integer], vocab_size: int, width: int)
         raise ValueError(
             f"token ids must lie in [0, {vocab_size}): {name!r} has {ids.min()} to {ids.max()}; check the tokenizer"
         )
-    return pack_tokens(ids.astype(np.int64), width).tobytes()
+    return pack_tokens(ids, width).data
 
 
 def _link(path: Path, link: Path) -> None:
@@ -545,9 +552,8 @@ def _link(path: Path, link: Path) -> None:
 class _Segment:
     """Documents on their way to disk."""
 
-    def __init__(self, width: int, vocab_size: int) -> None:
+    def __init__(self, width: int) -> None:
         self.width = width
-        self.vocab_size = vocab_size
         self.names: list[bytes] = []
         self.offsets = [0]
         self.size = 0

@@ -72,8 +72,6 @@ MAX_EVIDENCE_LENGTH = 64
 
 _NOTHING_LEFT = np.zeros(0, np.uint64)
 
-_NOWHERE = np.zeros((0, 2), np.int64)
-
 POOL_ORDERS = np.array([1, 2, 4, 8], np.int64)
 """A pool chains the earlier places that agree in the last 1, 2, 4 and 8 tokens."""
 
@@ -102,7 +100,8 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
 
     Cost: O(budget K (log K + number of lengths)) at worst; a node costs as much as it has rows, and rows run out fast.
     """
-    return _blend(continuations, lengths, weights, budget, continuations.shape[1], _NOWHERE, 4, 0)
+    nowhere = np.empty((0, 2), np.int64)
+    return _blend(continuations, lengths, weights, budget, continuations.shape[1], nowhere, int64(4), int64(0))
 
 
 @kernel
@@ -1018,7 +1017,7 @@ def _take(
     text, order, left, before = _text(segment), _order(segment), _left(segment), _before_blocks(segment)
     low, high = interval[0], interval[1]
     for i in range(len(places)):
-        places[i] = nth_left(left, before, low, high, places[i]) if len(left) else low + places[i]
+        places[i] = nth_left(left, before, low, high, places[i])
         _prefetch(segment[2] + 4 * places[i])
     ahead = longer - length if longer else 0  # a longer match begins so many tokens earlier
     for i in range(len(places)):
@@ -1204,26 +1203,13 @@ def all_order_faults(text: Bytes, width: int, order: Int32, separator: int) -> i
 
 
 def warmup() -> None:
-    """Compile every kernel, or load it from numba's cache, for the types used here. Once a process, before the first request.
+    """Compile the kernels that drafting calls, or load them from numba's cache. Once a process, before the first request.
 
-    Takes well under a second with a cache, some ten without.
+    Takes well under a second with a cache, some ten without. Those that write, check and search are left to who does that.
     """
     from retriever.pools import TextPool
 
     pool = TextPool([1, 2, 3, 1, 2])
     pool.lookup(np.array([1, 2], np.int32), 2)
-    text = np.array([1, 2, 1, 255], np.uint8)
-    order = np.array([0, 2, 1], np.int32)
-    contexts = frequent_contexts(text, 1, order, 255, 1)
-    table = np.zeros((16, 3), np.uint32)
-    fill_table(table, text, 1, order, contexts)
-    segments = describe(text, order, table)[None]
-    context = np.array([1], np.int32)
-    count_matches(segments, 1, context, np.zeros((1, 3), np.int64))
-    longest(segments, 1, context, 1)
-    lookup(segments, 1, 255, context, 2, 1, 8, 4, 4, 4, 0)
-    next_tokens(text, 1, order, _NOTHING_LEFT, _NOTHING_LEFT, 1, 0, 1, 1)
-    order_faults(text, 1, order, 1, 8)
-    all_order_faults(text, 1, order, 255)
-    rank_tokens(text, 1)
-    token_suffixes(order, 1, 3)
+    segments = describe(np.array([1, 2, 1, 255], np.uint8), np.array([0, 2, 1], np.int32), np.zeros((16, 3), np.uint32))[None]
+    lookup(segments, 1, 255, np.array([1], np.int32), 2, 1, 8, 4, 4, 4, 0)

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.errors import ChecksumMismatch
-from retriever.format import KINDS, SEGMENT_TOKENS, Manifest, OnProgress, VersionWriter, tombstones
+from retriever.format import DELETED, SEGMENT_TOKENS, Manifest, OnProgress, VersionWriter, tombstones
 from retriever.segment import Segment, open_segments
 
 GROWTH = 2
@@ -78,8 +77,8 @@ def write_update(
             fingerprint=manifest.fingerprint,
             options=manifest.options if options is None else options,
             sources=manifest.sources if sources is None else sources,
-            num_text_bytes=num_text_bytes() if callable(num_text_bytes) else num_text_bytes,
-            metadata=metadata() if callable(metadata) else metadata,
+            num_text_bytes=num_text_bytes,
+            metadata=metadata,
         )
     return writer.path
 
@@ -111,15 +110,14 @@ class _Remains:
     def refuse_damage(self) -> None:
         """Raise ChecksumMismatch if what would be copied is damaged: under a checksum of its own it would pass as sound."""
         for kind in ("tokens", "documents"):
-            if (file := self.segment.files[kind]).damaged():
-                raise ChecksumMismatch(file.path, "content was altered")
+            self.segment.files[kind].refuse_damage()
 
     def link_to(self, writer: VersionWriter) -> None:
-        """Share the segment, and write down what was deleted from it."""
+        """Share the segment; what was deleted from it is written down anew where it lost something."""
         segment = self.segment
-        files = [segment.files[kind] for kind in KINDS]
-        marks = tombstones(segment.order, segment.offsets, self.deleted) if self.deleted.any() else None
-        writer.link([(file.path, file.entry) for file in files], self.num_documents, self.num_tokens, marks)
+        files = {ending: file for ending, file in segment.files.items() if ending != DELETED or not self.changed}
+        marks = tombstones(segment.order, segment.offsets, self.deleted) if self.changed else None
+        writer.link(files, self.num_documents, self.num_tokens, marks)
 
 
 def _rewritten(remains: Iterable[_Remains], open_tokens: int, segment_tokens: int, most_deleted: float) -> list[_Remains]:

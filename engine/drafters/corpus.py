@@ -83,9 +83,11 @@ class Shelf:
 
     def _read_in(self, store: Datastore) -> None:
         with suppress(Closed):
-            if not store.resident():
+            in_memory = store.resident()
+            if not in_memory:
                 store.populate()
-            self.in_memory = store.resident()
+                in_memory = store.resident()
+            self.in_memory = in_memory
 
 
 class CorpusDrafting:

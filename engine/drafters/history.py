@@ -28,22 +28,6 @@ LEAD_IN = 16
 """Tokens of the prompt's end that are kept before an answer."""
 
 
-class History:
-    """A tenant's pool, as its memory keeps it."""
-
-    def __init__(self, saved: Arrays | None = None, *, max_bytes: int) -> None:
-        self.pool = HistoryPool(max_bytes, max_length=LONGEST)
-        if saved is not None:
-            self.pool.restore(saved)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.pool.num_bytes
-
-    def arrays(self) -> Arrays:
-        return self.pool.arrays()
-
-
 class HistoryDrafter:
     """One drafting per request that draws on the tenant's history or adds to it."""
 
@@ -56,9 +40,9 @@ class HistoryDrafter:
         if not (request.use_history or request.learn):
             return []
         memory = request.memory
-        history = memory.state(self.name, partial(History, max_bytes=memory.state_bytes))
-        history.pool.expire(memory.oldest)
-        drafting = HistoryDrafting(history.pool, request, memory.now)
+        pool = memory.state(self.name, partial(_pool, max_bytes=memory.state_bytes))
+        pool.expire(memory.oldest)
+        drafting = HistoryDrafting(pool, request, memory.now)
         return [(self.name, whole_words(drafting, request) if request.use_history else drafting)]
 
 
@@ -91,6 +75,14 @@ class HistoryDrafting:
         """The document is complete."""
         if self._document >= 0:
             self._pool.close(self._document)
+
+
+def _pool(saved: Arrays | None, *, max_bytes: int) -> HistoryPool:
+    """A tenant's pool, as its memory keeps it."""
+    pool = HistoryPool(max_bytes, max_length=LONGEST)
+    if saved is not None:
+        pool.restore(saved)
+    return pool
 
 
 def answers(saved: Arrays) -> list[Tokens]:

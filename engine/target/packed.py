@@ -15,7 +15,6 @@ import inspect
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from engine.errors import ModelError
+from engine.files import replacing
 from engine.models import cache_root
 from engine.target import kernels, quantize
 from engine.target.quantize import Int8Matrix, Packed
@@ -139,19 +139,10 @@ def _write(file: Path, tensors: dict[str, tuple[str, NDArray[Any]]]) -> None:
     header["__metadata__"] = {"format": _FORMAT, "checksums": json.dumps(sums)}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".writing-")
-    try:
-        with open(handle, "wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                out.write(np.ascontiguousarray(tensors[name][1]).data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(file) as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            out.write(np.ascontiguousarray(tensors[name][1]).data)
 
 
 def open_packed(place: Place) -> PackedWeights | None:

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from retriever.continuations import Continuations
 from retriever.history import kernels
-from retriever.history.kernels import BLOCK, ORDERS, Places
+from retriever.history.kernels import BLOCK, Places
+from retriever.kernels import POOL_ORDERS
 
 Tokens = NDArray[np.int32]
 
-BLOCK_BYTES = 4 * BLOCK * (1 + 3 * len(ORDERS)) + 64
+BLOCK_BYTES = 4 * BLOCK * (1 + 3 * len(POOL_ORDERS)) + 64
 """Most memory of a block: tokens, chains and their heads, links, and the document that it may be all of."""
 
 _FEWEST_BLOCKS = 64

@@ -5,9 +5,9 @@
 A *place* is a number: block * BLOCK + offset. The tokens of a document fill its blocks one after the other; `before` and
 `after` link the blocks of one document, -1 at its ends. What is behind the last token of a last block is -1.
 
-For every length in ORDERS, the places whose so many preceding tokens fall into one bucket are a chain, latest first, linked
-both ways, so that a document can be taken out of the middle. A place is chained once it holds a token, and only by tokens of
-its own document: nothing crosses from one to the next.
+For every length in POOL_ORDERS, the places whose so many preceding tokens fall into one bucket are a chain, latest
+first, linked both ways, so that a document can be taken out of the middle. A place is chained once it holds a token, and only
+by tokens of its own document: nothing crosses from one to the next.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retriever.kernels import BlendResult, Float64, Int32, blend, hash_context, int64, kernel, usable_length
+from retriever.kernels import POOL_ORDERS, BlendResult, Float64, Int32, blend, hash_context, int64, kernel, usable_length
 
 BLOCK = 16
 """Tokens in a block. A document leaves half of one empty on average."""
 
-ORDERS = np.array([1, 2, 4, 8], np.int64)
-"""Numbers of preceding tokens that places are chained by."""
-
 LATEST = 2.0
 """What was said last is said again more often than what was said before it (measured)."""
 
-_LONGEST = 8
+_LONGEST = int(POOL_ORDERS[-1])
 
 
 class Places(NamedTuple):
@@ -51,7 +48,7 @@ class Places(NamedTuple):
         num_places = num_blocks * BLOCK
         num_buckets = 1 << (num_places - 1).bit_length() - 1
         text, before, after, owner = (np.full(n, -1, np.int32) for n in (num_places, num_blocks, num_blocks, num_blocks))
-        heads, older, newer = (np.full((len(ORDERS), n), -1, np.int32) for n in (num_buckets, num_places, num_places))
+        heads, older, newer = (np.full((len(POOL_ORDERS), n), -1, np.int32) for n in (num_buckets, num_places, num_places))
         return Places(text, before, after, owner, heads, older, newer)
 
 
@@ -71,9 +68,9 @@ def extend(places: Places, place: int, tokens: Int32, blocks: Int32, unchained: 
             num_taken += 1
         places.text[place] = tokens[i]
         if i >= unchained:
-            for o in range(len(ORDERS)):
-                if ORDERS[o] <= run:
-                    _link(places, o, _bucket(places, recent, ORDERS[o]), place)
+            for o in range(len(POOL_ORDERS)):
+                if POOL_ORDERS[o] <= run:
+                    _link(places, o, _bucket(places, recent, POOL_ORDERS[o]), place)
         recent[:-1] = recent[1:]
         recent[-1] = tokens[i]
         run = min(run + 1, _LONGEST)
@@ -91,9 +88,9 @@ def remove(places: Places, block: int) -> None:
             token = places.text[place]
             if token < 0:
                 break
-            for o in range(len(ORDERS)):
-                if ORDERS[o] <= run:
-                    _unlink(places, o, _bucket(places, recent, ORDERS[o]), place)
+            for o in range(len(POOL_ORDERS)):
+                if POOL_ORDERS[o] <= run:
+                    _unlink(places, o, _bucket(places, recent, POOL_ORDERS[o]), place)
             recent[:-1] = recent[1:]
             recent[-1] = token
             run = min(run + 1, _LONGEST)
@@ -168,12 +165,12 @@ def _occurrences(places: Places, context: Int32, max_length: int, probes: int) -
     Of each order the latest weighs LATEST times as much as every other, within a sum of how many they are.
     """
     limit = usable_length(context, np.iinfo(np.int32).max, max_length)
-    found = np.empty(len(ORDERS) * probes, np.int32)
+    found = np.empty(len(POOL_ORDERS) * probes, np.int32)
     lengths = np.empty(len(found), np.int32)
     weights = np.empty(len(found), np.float64)
     num_found = 0
-    for o in range(len(ORDERS) - 1, -1, -1):
-        order = ORDERS[o]
+    for o in range(len(POOL_ORDERS) - 1, -1, -1):
+        order = POOL_ORDERS[o]
         if order > limit:
             continue
         place = int64(places.heads[o, _bucket(places, context, order)])
@@ -181,7 +178,7 @@ def _occurrences(places: Places, context: Int32, max_length: int, probes: int) -
         taken = 0
         while place >= 0 and steps < 4 * probes and taken < probes:
             length = _agreement(places, place, context, limit)
-            if length >= order and not (o + 1 < len(ORDERS) and length >= ORDERS[o + 1]):
+            if length >= order and not (o + 1 < len(POOL_ORDERS) and length >= POOL_ORDERS[o + 1]):
                 found[num_found] = place
                 lengths[num_found] = length
                 num_found += 1

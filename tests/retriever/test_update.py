@@ -107,6 +107,16 @@ def test_unchanged_segments_are_shared(tmp_path: Path) -> None:
     assert "d7" not in texts(store)
 
 
+def test_what_was_deleted_before_is_shared_too(tmp_path: Path) -> None:
+    """A segment that loses nothing is the base's, with the marks of what it lost earlier; only a new loss is written down."""
+    corpus = Corpus(tmp_path, {f"d{i}": list(range(100)) for i in range(50)})
+    masked = corpus.update({}, ["d7"], most_deleted=1.0).path / "seg-0000.deleted"
+    same = corpus.update({}, ["other"], most_deleted=1.0)
+    assert masked.samefile(same.path / "seg-0000.deleted") and "d7" not in texts(same)
+    less = corpus.update({}, ["d8"], most_deleted=1.0)
+    assert not masked.samefile(less.path / "seg-0000.deleted") and not {"d7", "d8"} & set(texts(less))
+
+
 def test_where_links_fail_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without hard links costs space, nothing else."""
     corpus = Corpus(tmp_path, {f"d{i}": list(range(100)) for i in range(50)})
