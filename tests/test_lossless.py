@@ -32,7 +32,7 @@ from engine.calibration import Calibration
 from engine.drafters.lookahead import LookaheadDrafter
 from engine.drafters.prompt import PromptDrafter
 from engine.drafters.recycle import RecycleDrafter
-from engine.target import SequenceRequest, fake
+from engine.target import SequenceRequest, sampling
 from engine.target.fake import FakeTarget
 from engine.target.sampling import Sampler
 from engine.tree import CandidateTree, CostCurve, Draft
@@ -686,7 +686,7 @@ class Mutant:
 
             return walk(tree, choose_and_note, limits, num_emitted)
 
-        self.patch.setattr(fake, "walk", tracking)
+        self.patch.setattr(sampling, "walk", tracking)
         self.patch.setattr(kernels, "choose", lambda *a: self.choose(*a[:6], self.node, *a[7:]))
 
     def processors_without_the_path(self) -> None:
@@ -705,7 +705,7 @@ class Mutant:
             assert best is not None
             return best
 
-        self.patch.setattr(fake, "walk", rows)
+        self.patch.setattr(sampling, "walk", rows)
         self.patch.setattr(kernels, "choose", lambda *a: self.choose(*a[:5], a[5] ^ np.uint64(self.row), *a[6:]))
 
     def lookahead_rows_are_entered(self) -> None:
@@ -742,7 +742,7 @@ class Mutant:
 
             return walk(tree, lambda node, emitted: choose(first_sibling(node), emitted), limits, num_emitted)
 
-        self.patch.setattr(fake, "walk", shifted)
+        self.patch.setattr(sampling, "walk", shifted)
 
 
 MUTATIONS = [name for name in vars(Mutant) if not name.startswith("_")]

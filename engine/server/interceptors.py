@@ -45,9 +45,18 @@ class Guard(grpc.aio.ServerInterceptor):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def idle(self) -> None:
-        """Return when no call is being served, those of gRPC's own services (health, reflection) left aside."""
-        await self._idle.wait()
+    async def stop(self, server: grpc.aio.Server, seconds: float | None, settle: float | None) -> None:
+        """Have `server` refuse new calls, finish those begun for at most `seconds`, and cancel the rest. None: at once.
+
+        Calls of gRPC's own services (health, reflection), which may last for ever, are not waited for: once no other is being
+        served they have `settle` seconds. May be called again with fewer.
+        """
+        stopping = asyncio.create_task(server.stop(seconds))
+        idle = asyncio.create_task(self._idle.wait())
+        await asyncio.wait([stopping, idle], return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await server.stop(settle)
+        await stopping
 
     @contextmanager
     def _counted(self, method: str) -> Iterator[None]:

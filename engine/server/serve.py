@@ -58,12 +58,7 @@ class GrpcServer:
         Calls of health and reflection, which may last for ever, are not waited for. May be called again with fewer seconds.
         """
         await self.set_ready(False)
-        stopping = asyncio.create_task(self._server.stop(seconds))
-        idle = asyncio.create_task(self._guard.idle())
-        await asyncio.wait([stopping, idle], return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        await self._server.stop(SETTLE_SECONDS)
-        await stopping
+        await self._guard.stop(self._server, seconds, SETTLE_SECONDS)
 
     async def run_until_signal(self, drain_seconds: float = DRAIN_SECONDS) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the calls at once. Main thread only."""

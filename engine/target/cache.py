@@ -48,11 +48,6 @@ class KVStorage:
         """Blocks in no table: those that can be had, forgetting what idle ones hold."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_idle(self) -> int:
-        """Blocks in no table that are kept for texts that begin alike."""
-        return len(self._idle)
-
     def fits(self, num_positions: int) -> bool:
         """Whether one sequence of so many positions could ever be held."""
         return num_blocks(num_positions) <= self.num_blocks

@@ -12,11 +12,10 @@ from contextlib import asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.acceptance import walk
 from engine.drafters import Feedback
 from engine.target import SequenceRequest, StepResult, TargetInfo
 from engine.target.batching import cut_together
-from engine.target.sampling import Sampler, check_request, check_step, feedback, likeliest, prompt_feedback, prompt_rows
+from engine.target.sampling import Sampler, check_request, check_step, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 
@@ -96,21 +95,10 @@ class FakeSequence:
         check_step(tree, self._target.info, int(self._prefix[-1]), len(self._prefix) - 1, self._finished)
         tree = cut_together([tree], self.curve, self._target.info.max_rows)[0]
         rows = np.stack([self._target.logits(self._path(tree, node)) for node in range(len(tree))])
-        sampler = self._sampler
-        taken = walk(tree, lambda node, emitted: sampler.choose(rows[node], emitted), sampler.limits, sampler.num_emitted)
-        nodes = np.concatenate(([0], taken.path)).astype(np.int32)
-        logprobs = sampler.logprobs(rows[nodes], taken.tokens)
-        sampler.commit(taken.tokens)
-        self._prefix = np.concatenate([self._prefix, taken.tokens])
-        self._finished = bool(taken.finish)
-        return StepResult(
-            path=taken.path,
-            tokens=taken.tokens,
-            finish=taken.finish,
-            verified=np.arange(len(tree), dtype=np.int32),
-            feedback=feedback(tree, rows, self._request.feedback_top_k),
-            logprobs=logprobs,
-        )
+        result = self._sampler.step(tree, rows)
+        self._prefix = np.concatenate([self._prefix, result.tokens])
+        self._finished = bool(result.finish)
+        return result
 
     @staticmethod
     def _read(target: FakeTarget, request: SequenceRequest) -> Feedback:

@@ -37,7 +37,6 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 _ROUND = np.float32(12582912.0)  # 1.5 x 2^23: adding and subtracting it rounds to an integer
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
-_HALF = np.float32(0.5)
 
 _jit = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -106,11 +105,11 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @_jit
-def _largest(x: Any, width: int) -> Any:
-    """The largest absolute value of x[:width], compared as integers: the bits of positive floats order as they do."""
+def _largest(x: Any) -> Any:
+    """The largest absolute value of a row, compared as integers: the bits of positive floats order as they do."""
     bits = x.view(np.int32)
     top = np.int32(0)
-    for i in range(width):
+    for i in range(len(bits)):
         top = max(top, bits[i] & np.int32(0x7FFFFFFF))
     one = np.empty(1, np.int32)
     one[0] = top
@@ -166,7 +165,7 @@ def quantize_row(x: Any, out: Any) -> Any:
     A row whose largest value is below 1e-30 counts as zeros. One with an infinity or a NaN becomes zeros with the scale NaN:
     it spoils itself alone.
     """
-    top = _largest(x, len(x))
+    top = _largest(x)
     if top < np.float32(np.inf):
         if top < np.float32(1e-30):
             top = np.float32(1e30)
@@ -907,7 +906,7 @@ def decoder_layer(
     multiply(team, heads_quantized, factor, o[0], o[1], o[2], o[3], x, False, middle)
 
     inner_width = 4 * down[0].shape[1]
-    inner = np.zeros((rows, inner_width), np.float32)
+    inner = np.empty((rows, inner_width), np.float32)  # all of it is written: panels reach to the end of every row
     quantize(team, middle, second_norm, second_eps, quantized, factor)
     multiply(team, quantized, factor, gate_up[0], gate_up[1], gate_up[2], gate_up[3], none, True, inner)
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine import kernels as core_kernels
-from engine.acceptance import walk
 from engine.drafters import Feedback
 from engine.errors import Exhausted
 from engine.target import SequenceRequest, StepResult, TargetInfo
@@ -27,7 +26,7 @@ from engine.target.cache import KVStorage, KVTable, num_blocks
 from engine.target.kernels import BLOCK
 from engine.target.model import Model, load
 from engine.target.prefix import Names
-from engine.target.sampling import Sampler, check_request, check_step, feedback, likeliest, prompt_feedback, prompt_rows
+from engine.target.sampling import Sampler, check_request, check_step, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 _CHUNK = 256
@@ -224,18 +223,13 @@ class LocalTarget:
         ready, waits = list[int](), False
         for i in sorted(range(len(works)), key=lambda i: works[i].owner.number):
             owner, reads = works[i].owner, works[i].tree is None
-            if reads:
-                if not owner.num_missing or (waits and not owner.table.length):
-                    answers[i] = LATER if owner.num_missing else None
+            if reads and owner.num_missing:
+                if waits and not owner.table.length:
                     continue
                 self.counts.num_shared += owner.share()
-                if not owner.num_missing:
-                    answers[i] = None
-                    continue
-            elif owner.num_missing:
+            if reads != (owner.num_missing > 0):  # it has read to the end, or lost what it had read
                 answers[i] = None
-                continue
-            if self._make_room(owner, owner.num_missing + 1, busy):
+            elif self._make_room(owner, owner.num_missing + 1, busy):
                 owner.table.reserve(owner.num_missing + 1)
                 ready.append(i)
             else:
@@ -414,30 +408,13 @@ class LocalSequence:
         self, tree: CandidateTree, logits: NDArray[np.float32], curve: CostCurve | None, seconds: float
     ) -> StepResult:
         """Walk the verified tree (logits float32 [len(tree), vocab]), commit the accepted rows and answer."""
-        taken = walk(
-            tree,
-            lambda node, emitted: self._sampler.choose(logits[node], emitted),
-            self._sampler.limits,
-            self._sampler.num_emitted,
-        )
-        nodes = np.concatenate(([0], taken.path)).astype(np.int32)
-        logprobs = self._sampler.logprobs(logits[nodes], taken.tokens)
-        self._sampler.commit(taken.tokens)
-        self._tokens = np.concatenate([self._tokens, taken.tokens])
-        self._commit(nodes)
-        self._finished = bool(taken.finish)
+        result = self._sampler.step(tree, logits)
+        self._tokens = np.concatenate([self._tokens, result.tokens])
+        self._commit(np.concatenate(([0], result.path)).astype(np.int32))
+        self._finished = bool(result.finish)
         if curve is not None:
             self.curve = curve
-        return StepResult(
-            path=taken.path,
-            tokens=taken.tokens,
-            finish=taken.finish,
-            verified=np.arange(len(tree), dtype=np.int32),
-            feedback=feedback(tree, logits, self._request.feedback_top_k),
-            logprobs=logprobs,
-            curve=curve,
-            seconds=seconds,
-        )
+        return replace(result, curve=curve, seconds=seconds)
 
 
 def _shallow(tree: CandidateTree, room: int) -> CandidateTree:

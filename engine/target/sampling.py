@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import kernels
-from engine.acceptance import Limits
+from engine.acceptance import Limits, walk
 from engine.drafters import Feedback
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.target import Logprobs, SequenceRequest, TargetInfo
+from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo
 from engine.tree import LOOKAHEAD, CandidateTree
 
 
@@ -75,6 +75,7 @@ class Sampler:
         self.num_emitted = 0
         self._params = params
         self._num_logprobs = request.num_logprobs
+        self._top_k = request.feedback_top_k
         self._position = num_prompt
         self._penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self._seen = np.unique(request.prompt[:num_prompt]) if params.repetition_penalty != 1 else np.zeros(0, np.int32)
@@ -101,6 +102,21 @@ class Sampler:
             kernels.choose(
                 scores, params.temperature, params.top_k, params.top_p, params.min_p, self._seed, position, *self._scratch
             )
+        )
+
+    def step(self, tree: CandidateTree, logits: NDArray[np.float32]) -> StepResult:
+        """What the verified rows of `tree` say (`logits` float32 [len(tree), V]); the sampler moves on past it."""
+        taken = walk(tree, lambda node, emitted: self.choose(logits[node], emitted), self.limits, self.num_emitted)
+        nodes = np.concatenate(([0], taken.path)).astype(np.int32)
+        logprobs = self.logprobs(logits[nodes], taken.tokens)
+        self.commit(taken.tokens)
+        return StepResult(
+            path=taken.path,
+            tokens=taken.tokens,
+            finish=taken.finish,
+            verified=np.arange(len(tree), dtype=np.int32),
+            feedback=feedback(tree, logits, self._top_k),
+            logprobs=logprobs,
         )
 
     def _process(self, logits: NDArray[np.float32], emitted: Sequence[int]) -> NDArray[np.float32]:

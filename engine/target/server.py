@@ -82,12 +82,7 @@ class TargetServer:
     async def stop(self, seconds: float | None) -> None:
         """Take no new sequences, give those that are open `seconds` (None: none) to end, cancel the rest."""
         await self._health.enter_graceful_shutdown()
-        stopping = asyncio.create_task(self._server.stop(seconds))
-        idle = asyncio.create_task(self._guard.idle())  # those who watch the health are not waited for
-        await asyncio.wait([stopping, idle], return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        await self._server.stop(SETTLE_SECONDS if seconds else None)
-        await stopping
+        await self._guard.stop(self._server, seconds, SETTLE_SECONDS if seconds else None)
 
 
 async def serve_target(target: Target, address: str, credentials: grpc.ServerCredentials | None = None) -> TargetServer:

@@ -197,14 +197,11 @@ def test_a_long_prompt_is_read_beside_the_others_steps() -> None:
     assert max(map(sum, seen)) <= 256 + target.info.max_rows
 
 
-class Broken:
-    """A sampler that fails."""
+class Broken(Sampler):
+    """Another one's state, and choices that fail."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
+        vars(self).update(vars(sampler))
 
     def choose(self, logits: NDArray[np.float32], emitted: Sequence[int]) -> int:
         """No."""
@@ -220,7 +217,7 @@ def test_what_breaks_in_one_sequence_stays_there() -> None:
 
     async def both() -> list[Any]:
         async with target.open(request) as broken, target.open(request) as good:
-            broken._sampler = cast(Any, Broken(broken._sampler))
+            broken._sampler = Broken(broken._sampler)
             root = CandidateTree.root_only(PROMPT[-1], len(PROMPT) - 1)
             return await asyncio.gather(broken.step(root), good.step(root), return_exceptions=True)
 
