@@ -220,6 +220,8 @@ def _statistics(message: generation_pb2.SpeculationStats) -> Statistics:
                 num_late=each.num_late,
                 seconds=each.seconds,
                 trust=each.trust,
+                num_held=each.num_held,
+                num_held_alone=each.num_held_alone,
             )
             for each in message.sources
         ),

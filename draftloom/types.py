@@ -151,7 +151,10 @@ class Usage:
 @dataclass(frozen=True)
 class SourceStatistics:
     """What one source did: candidates verified, accepted, and accepted while no other source had them; steps it was left out
-    of, having failed or come late; seconds of drafting; the share of all trust it has earned by its drafts."""
+    of, having failed or come late; seconds of drafting; the share of all trust it has earned by its drafts.
+
+    Its credit does not depend on what was verified: `num_held` tokens of the answer were in its own drafts, `num_held_alone` of
+    them in no other source's."""
 
     name: str
     num_proposed: int
@@ -161,6 +164,8 @@ class SourceStatistics:
     num_late: int
     seconds: float
     trust: float = 0.0
+    num_held: int = 0
+    num_held_alone: int = 0
 
 
 @dataclass(frozen=True)

@@ -331,6 +331,8 @@ def _statistics(
             late=record.late,
             seconds=record.seconds,
             trust=float(session.trust[s]),
+            held=int(tally.held[s]),
+            held_alone=int(tally.alone[s]),
         )
         for s, (label, record) in enumerate(zip(panel.labels, panel.records, strict=True))
     )

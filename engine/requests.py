@@ -215,7 +215,9 @@ class SourceStats:
     """What one source did for one request.
 
     `proposed` nodes that were verified, `accepted` of them, `unique` accepted that no other source had proposed, `errors`
-    and `late` steps on which it was left out, `seconds` of drafting, and the share of `trust` its drafts have earned.
+    and `late` steps on which it was left out, `seconds` of drafting, and the share of `trust` its drafts have earned. `held`
+    tokens of the answer were in its own drafts, verified or not, `held_alone` of them in no other source's: see
+    `session.Tally`.
     """
 
     name: str
@@ -226,6 +228,8 @@ class SourceStats:
     late: int = 0
     seconds: float = 0.0
     trust: float = 0.0
+    held: int = 0
+    held_alone: int = 0
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,12 @@ def source_table(sources: Sequence[SourceStatistics], num_tokens: int) -> Table:
     """What each source did for an answer of `num_tokens`, as a table."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("source")
-    for header in ("drafted", "accepted", "of the text", "it alone", "missed", "ms"):
+    for header in ("drafted", "accepted", "of the text", "held", "it alone", "missed", "ms"):
         table.add_column(header, justify="right")
     for each in sources:
         of_text = f"{each.num_accepted / num_tokens:.0%}" if num_tokens else "-"
-        counts = (f"{each.num_proposed}", f"{each.num_accepted}", of_text, f"{each.num_unique}")
+        drafted = (f"{each.num_proposed}", f"{each.num_accepted}", of_text)
+        credit = (f"{each.num_held}", f"{each.num_held_alone}")
         missed = f"{each.num_errors + each.num_late}"
-        table.add_row(Text(each.name, style((each.name,))), *counts, missed, f"{each.seconds * 1000:.1f}")
+        table.add_row(Text(each.name, style((each.name,))), *drafted, *credit, missed, f"{each.seconds * 1000:.1f}")
     return table

@@ -336,7 +336,7 @@ class SpeculationStats(_message.Message):
     def __init__(self, num_steps: _Optional[int] = ..., num_nodes: _Optional[int] = ..., num_accepted: _Optional[int] = ..., mean_tokens_per_step: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceStats, _Mapping]]] = ..., corpora: _Optional[_Iterable[_Union[CorpusVersion, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_expected: _Optional[float] = ..., calibration_error: _Optional[float] = ..., log_loss: _Optional[float] = ...) -> None: ...
 
 class SourceStats(_message.Message):
-    __slots__ = ("name", "num_proposed", "num_accepted", "num_unique", "num_errors", "num_late", "seconds", "trust")
+    __slots__ = ("name", "num_proposed", "num_accepted", "num_unique", "num_errors", "num_late", "seconds", "trust", "num_held", "num_held_alone")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +345,8 @@ class SourceStats(_message.Message):
     NUM_LATE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_ALONE_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_proposed: int
     num_accepted: int
@@ -353,7 +355,9 @@ class SourceStats(_message.Message):
     num_late: int
     seconds: float
     trust: float
-    def __init__(self, name: _Optional[str] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_unique: _Optional[int] = ..., num_errors: _Optional[int] = ..., num_late: _Optional[int] = ..., seconds: _Optional[float] = ..., trust: _Optional[float] = ...) -> None: ...
+    num_held: int
+    num_held_alone: int
+    def __init__(self, name: _Optional[str] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_unique: _Optional[int] = ..., num_errors: _Optional[int] = ..., num_late: _Optional[int] = ..., seconds: _Optional[float] = ..., trust: _Optional[float] = ..., num_held: _Optional[int] = ..., num_held_alone: _Optional[int] = ...) -> None: ...
 
 class CorpusVersion(_message.Message):
     __slots__ = ("name", "version")

@@ -190,6 +190,8 @@ def _statistics(stats: GenerationStats, tokens_per_step: float) -> generation_pb
                 num_late=each.late,
                 seconds=each.seconds,
                 trust=each.trust,
+                num_held=each.held,
+                num_held_alone=each.held_alone,
             )
             for each in stats.sources
         ],

@@ -44,7 +44,7 @@ def test_generate_and_stream_give_one_completion() -> None:
     assert (whole.finish_reason, whole.stop_string, whole.stop_token_id) == ("length", None, None)
     assert (whole.usage, whole.seed, whole.request_id) == (draftloom.Usage(3, 8), 3, "r")
     assert whole.statistics.corpora == {"code": "v7"} and whole.statistics.warnings == ("corpus docs is damaged",)
-    corpus = draftloom.SourceStatistics("corpus:code", 9, 4, 2, 1, 0, 0.25)
+    corpus = draftloom.SourceStatistics("corpus:code", 9, 4, 2, 1, 0, 0.25, 0.5, 6, 3)
     assert whole.statistics.sources[0] == corpus and whole.statistics.tokens_per_step == 8 / 3
 
     async def run() -> None:

@@ -319,6 +319,7 @@ def test_statistics_say_what_happened(store: Path) -> None:
     assert chunks[0].sources == ("corpus:code", "prompt") == tuple(source.name for source in counts.sources)
     corpus, prompt = counts.sources
     assert corpus.accepted == counts.num_accepted == len(answer.tokens) and corpus.unique == corpus.accepted
+    assert corpus.held_alone == corpus.held - prompt.held == len(answer.tokens)
     assert prompt.accepted == 0 and corpus.errors == corpus.late == prompt.errors == prompt.late == 0
     assert counts.num_steps == 1 and counts.num_nodes >= counts.num_accepted
     assert counts.corpora == (("code", Catalog(store).get("code").active.id),) and counts.warnings == ()

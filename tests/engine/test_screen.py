@@ -69,9 +69,9 @@ def test_every_source_has_a_colour() -> None:
 
 
 def test_the_table_of_sources_can_be_read() -> None:
-    """One row for each source, with its share of the text; no tokens, no division by zero."""
+    """One row for each source, with its share of the text and its credit; no tokens, no division by zero."""
     screen = console()
-    rows = [SourceStatistics("corpus:code", 40, 12, 5, 1, 2, 0.0123), SourceStatistics("prompt", 0, 0, 0, 0, 0, 0.0)]
+    rows = [SourceStatistics("corpus:code", 40, 12, 5, 1, 2, 0.0123, 0.9, 17, 6), SourceStatistics("prompt", 0, 0, 0, 0, 0, 0.0)]
     screen.print(source_table(rows, 48))
     screen.print(source_table(rows, 0))
     screen.print(legend(["corpus:code", "prompt"]))
@@ -79,6 +79,6 @@ def test_the_table_of_sources_can_be_read() -> None:
     text.print(source_table(rows, 48))
     assert isinstance(text.file, io.StringIO)
     lines = [line.split() for line in text.file.getvalue().splitlines()]
-    assert lines[1] == ["corpus:code", "40", "12", "25%", "5", "3", "12.3"]
-    assert lines[2] == ["prompt", "0", "0", "0%", "0", "0", "0.0"]
+    assert lines[1] == ["corpus:code", "40", "12", "25%", "17", "6", "3", "12.3"]
+    assert lines[2] == ["prompt", "0", "0", "0%", "0", "0", "0", "0.0"]
     assert "the target's own" in shown(screen)

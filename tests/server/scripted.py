@@ -89,7 +89,7 @@ class ScriptedEngine:
                 yield Chunk(self.tokenizer.decode(tokens), tokens, masks, logprobs, ("corpus:code", "prompt"), sizes, trace)
                 if self.fail is not None:
                     raise self.fail
-            sources = (SourceStats("corpus:code", 9, 4, 2, 1, 0, 0.25), SourceStats("prompt", 5, 3))
+            sources = (SourceStats("corpus:code", 9, 4, 2, 1, 0, 0.25, 0.5, 6, 3), SourceStats("prompt", 5, 3))
             stats = GenerationStats(
                 sources, num_steps, 9, 4, 0.5, 1.5, 0.75, corpora=(("code", "v7"),), warnings=("corpus docs is damaged",)
             )
