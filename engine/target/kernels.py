@@ -532,6 +532,38 @@ def _multiply_add(a: Any, b: Any, c: Any) -> None:
 
 
 @_jit
+def route(x: Any, weight: Any, num_experts: int, normalized: bool, ids: Any, shares: Any) -> None:
+    """Which experts each row of x [n, width] goes to, and with what share: the softmax of x times `weight`, its largest.
+
+    weight [width, num_experts or more], filled up to a multiple of 16 columns; ids int64 and shares [n, k], best first, ties to
+    the lower id. With `normalized` a row's shares add up to 1.
+    """
+    probs, shifted = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
+    logits = np.zeros((x.shape[0], weight.shape[1]), np.float32)
+    _multiply_add(x, weight, logits)
+    for row in range(x.shape[0]):
+        top = _highest(logits[row, :num_experts])
+        for e in range(num_experts):
+            shifted[e] = logits[row, e] - top
+        exp_rows(shifted, probs)
+        total = _sum(probs)
+        for e in range(num_experts):
+            probs[e] /= total
+        chosen = np.float32(0.0)
+        for k in range(ids.shape[1]):
+            best = 0
+            for e in range(1, num_experts):
+                if probs[e] > probs[best]:
+                    best = e
+            ids[row, k], shares[row, k] = best, probs[best]
+            chosen += probs[best]
+            probs[best] = np.float32(-1.0)
+        if normalized:
+            for k in range(ids.shape[1]):
+                shares[row, k] /= chosen
+
+
+@_jit
 def _softmax(
     raw: Any, length: int, ancestors: Any, low: int, scale: Any, softcap: Any, sink: Any, scratch: Any, weight: Any
 ) -> Any:

@@ -195,6 +195,7 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
         raise ModelError(f"{type(network).__name__} has no output head: it is not a language model")
     if not weights.complete:
         linear = {id(module.weight) for module in network.modules() if type(module) is nn.Linear and module is not head}
+        linear |= {id(part) for module in network.modules() if _has_experts(module) for part in module.parameters()}
         weights.others = {
             name: parameter.detach().to(stored if parameter is getattr(embedding, "weight", None) else parameter.dtype)
             for name, parameter in network.named_parameters()
@@ -221,6 +222,11 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
                 weights.matrix(f"{name}.down", [mlp.down_proj]),
             )
             _replace(network, name, whole)
+    for name, module in list(network.named_modules()):
+        if _has_experts(module):
+            _replace(network, name, _int8_experts(name, module, weights))
+        elif (normalizes := _ROUTERS.get(type(module).__name__)) is not None:
+            _replace(network, name, quantize.StrictRouter(module.weight, int(module.top_k), normalizes(module)))
     for name, module in list(network.named_modules()):
         if _is_gated_mlp(module):
             gate_up = weights.matrix(f"{name}.gate_up", [module.gate_proj, module.up_proj], gated=True)
@@ -261,6 +267,14 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
 }
 """Layers that `quantize.Int8DecoderLayer` can stand in for, and where each keeps its sliding window."""
 
+_ROUTERS: dict[str, Callable[[Any], bool]] = {
+    "MixtralTopKRouter": lambda router: True,
+    "Qwen3MoeTopKRouter": lambda router: bool(router.norm_topk_prob),
+}
+"""Routers that `quantize.StrictRouter` can stand in for, and whether each lets a row's shares add up to 1."""
+
+_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts")
+
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 _STRICT = (
@@ -272,6 +286,8 @@ _STRICT = (
     quantize.StoredEmbedding,
     quantize.StrictSiLU,
     quantize.StrictGELU,
+    quantize.StrictRouter,
+    quantize.Int8Experts,
     quantize.CappedHead,
     nn.Dropout,
     nn.Identity,
@@ -285,6 +301,28 @@ def _is_llama_layer(module: Any) -> bool:
     if type(module).__name__ not in _WINDOWS or int(module.self_attn.head_dim) % LANES:
         return False
     return _is_gated_mlp(module.mlp) and _is_rms_norm(module.input_layernorm)
+
+
+def _has_experts(module: Any) -> bool:
+    """The experts of a mixture that `quantize.Int8Experts` can stand in for."""
+    return type(module).__name__ in _EXPERTS and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+
+
+def _int8_experts(name: str, module: Any, weights: PackedWeights) -> quantize.Int8Experts:
+    """gate_up_proj [experts, 2 x inner, width], the gate first; down_proj [experts, width, inner]."""
+    gate_ups, downs = [], []
+    for i, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+        both = [_linear(part) for part in gate_up.chunk(2)]
+        gate_ups.append(weights.matrix(f"{name}.{i}.gate_up", both, gated=True))
+        downs.append(weights.matrix(f"{name}.{i}.down", [_linear(down)]))
+    return quantize.Int8Experts(gate_ups, downs)
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    """A layer of this weight, without a copy."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return layer
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

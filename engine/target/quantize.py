@@ -252,6 +252,42 @@ class StrictSiLU(nn.Module):
         return torch.from_numpy(flat / (np.float32(1.0) + power)).view(x.shape)
 
 
+class StrictRouter(nn.Module):
+    """Stands in for a mixture's router: softmax over experts, its `top_k` largest, in the fixed order of `kernels.route`.
+
+    Its weights (float [experts, width]) stay float32, since a row that goes to another expert is another row.
+    """
+
+    def __init__(self, weight: torch.Tensor, top_k: int, normalized: bool) -> None:
+        super().__init__()
+        self._num_experts, self._top_k, self._normalized = len(weight), top_k, normalized
+        columns = nn.functional.pad(weight.detach().float().t(), (0, -len(weight) % kernels.LANES))
+        self._weight = columns.contiguous().numpy()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        flat = x.reshape(-1, x.shape[-1]).contiguous().numpy()
+        ids, shares = np.empty((len(flat), self._top_k), np.int64), np.empty((len(flat), self._top_k), np.float32)
+        kernels.route(flat, self._weight, self._num_experts, self._normalized, ids, shares)
+        return torch.from_numpy(shares), torch.from_numpy(shares), torch.from_numpy(ids)
+
+
+class Int8Experts(nn.Module):
+    """The experts of a mixture, each down(silu(gate(x)) * up(x)); a row's results are added by rising expert."""
+
+    def __init__(self, gate_ups: Sequence[Int8Matrix], downs: Sequence[Int8Matrix]) -> None:
+        super().__init__()
+        self._gate_ups, self._downs = list(gate_ups), list(downs)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        rows, chosen, weights = x.contiguous().numpy(), ids.numpy(), shares.numpy()
+        out = np.zeros_like(rows)
+        for expert in np.unique(chosen).tolist():
+            mine, places = np.nonzero(chosen == expert)
+            said = self._downs[expert](self._gate_ups[expert](rows[mine]))
+            out[mine] += said * weights[mine, places][:, None]
+        return torch.from_numpy(out)
+
+
 class StrictGELU(nn.Module):
     """GELU in its tanh form, x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3), by the kernels' e^x."""
 
