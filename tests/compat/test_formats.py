@@ -28,9 +28,9 @@ def test_it_opens_and_answers(path: Path) -> None:
         assert store.check(full=True) == []
         assert store.document_name(0) == "part-0.md"
         assert bytes(store.document_tokens(0).astype(np.uint8)).startswith(b"# Contributing")
-        found = store.lookup(np.frombuffer(b"A draft is a h", np.uint8).astype(np.int32), 8)
+        found = store.lookup(np.frombuffer(b"A draft is a h", np.uint8).astype(np.int32), 64)
         assert tuple(b"int") in paths_of(found)
-        assert tuple(b"o") not in paths_of(found)
+        assert tuple(b"orse") not in paths_of(found)
         assert read_metadata(path) == (b"kept beside" if path.name == "format-2" else b"")
 
 
