@@ -244,37 +244,6 @@ def test_full_memory_delays_who_came_later() -> None:
         target.check()
 
 
-@pytest.mark.parametrize("forget", [True, False], ids=["forgotten", "kept"])
-def test_preemption_at_any_step_changes_nothing(forget: bool) -> None:
-    """A sequence that loses its memory before any step reads its tokens again and says the same, log-probabilities included."""
-    target = local()
-    request = request_of([i % 80 for i in range(140)], SamplingParams(0.9, seed=6), max_tokens=12, num_logprobs=1)
-    plain, _ = speculate(fake(target), request, {})
-    sources = sources_for(fake(target), request.prompt.tolist(), plain.tokens)
-
-    async def run(at: int) -> Decoded:
-        session = Session(request.prompt, list(sources), Calibration(), 6)
-        logprobs: list[float] = []
-        async with target.open(request) as sequence:
-            while not session.finished:
-                if session.tally.num_steps == at:
-                    target.preempt(sequence)
-                    if forget:
-                        target.storage.forget()
-                    assert sequence.num_missing == len(session.tokens) - 1
-                drafts = [ask(source, session.tokens, target.info.vocab_size) for source in sources.values()]
-                result = await sequence.step(session.tree(drafts, sequence.curve))
-                logprobs.extend([] if result.logprobs is None else result.logprobs.chosen.tolist())
-                session.commit(result)
-                target.check()
-        return Decoded(session.tokens[len(request.prompt) :].tolist(), session.finish, logprobs)
-
-    for at in range(4):
-        assert asyncio.run(run(at)) == plain
-    assert target.counts.num_preempted >= 3
-    target.check()
-
-
 def test_many_sequences_in_little_memory() -> None:
     """Nine sequences where three fit, drafts and prompts of several blocks, some cancelled: `==`, every block comes back."""
     target = local(num_blocks=7)
