@@ -1,8 +1,8 @@
 """What each source is worth on recorded answers, without a model and without a clock.
 
-    python benchmarks/replay.py                                        # every set, ten minutes on one core
+    python benchmarks/replay.py                                        # every set at every budget, on all cores
     python benchmarks/replay.py --sets chat,sql --budgets 16 --limit 40
-    python benchmarks/replay.py --peers PEERS/bin/python     # beside other people's code
+    python benchmarks/replay.py --peers PEERS/bin/python,OTHERS/bin/python     # beside other people's code
 
 Every set is a row of requests whose answers are known: recorded answers of models (the evaluation data's traces) and what a
 newer release of a package adds to an older one, which is the corpus there. The requests are served in order by the real
@@ -12,16 +12,17 @@ and the figure that is left is tokens per step. A tree always has as many nodes 
 budget.
 
 Rows: `all` sources together; each source alone; peers by their own code with the same budget of nodes on the same tokens
-(`replay_peers.py`, in an environment of its own); the oracle, which knows at every step which source will reach furthest and
+(`replay_peers.py`, in environments of their own); the oracle, which knows at every step which source will reach furthest and
 takes that one's draft. Calibration is judged on every node whose parent was accepted: the error over 15 bins of equal mass
 (expected calibration error) and the log-loss, `log_loss_raw` being that of the same nodes pooled as the sources had them.
 
 Time is that of five sources on the sets that have a corpus: `recycle` and `lookahead` are among them then, fed with made-up
 likely tokens. `overhead_us` is drafting and merging, `learning_us` what follows when the tokens are known, beside which the
-engine sends them already.
+engine sends them already. It is measured last, when nothing else runs; the rest is done by as many processes as there are
+cores.
 
 Records are sampled by a hash of what they are about, in the file's order; `--limit` says how many a set. Two runs print the
-same, but for the microseconds.
+same, but for the microseconds: peers' answers are kept, since some of theirs are decided by the order of a hash map.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +49,7 @@ from complete import make_pair
 from numba import njit
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from corpora.build import build
@@ -171,15 +176,75 @@ def completed(completions: Completions, limit: int, tokenizer: Tokenizer) -> lis
     return [Turn(tokenizer.encode(record["prefix"]), tokenizer.encode(record["added"])) for record in chosen]
 
 
-def datastore(pair: str, tokenizer: Tokenizer, folder: Path) -> Datastore:
-    """The older release of a pair, indexed once and kept in `folder`."""
+def indexed(pair: str, tokenizer: Tokenizer, folder: Path) -> Path:
+    """The older release of a pair, indexed once and kept in `folder`: the version's own folder."""
     catalog = Catalog(folder)
     name = f"replay-{pair}"
     if name not in [corpus.name for corpus in catalog.list(DEFAULT_TENANT)]:
         console.print(f"indexing {pair}")
         build(name, [make_pair(pair)[1]], tokenizer, catalog)
-    corpus = catalog.get(name, DEFAULT_TENANT)
-    return Datastore.open(catalog.version_path(name, corpus.active.id), tokenizer.fingerprint, corpus.active.vocab_size)
+    return catalog.version_path(name, catalog.get(name, DEFAULT_TENANT).active.id)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A set as token streams on disk, where every process reads it: ours, and the peers'."""
+
+    name: str
+    file: Path
+    fingerprint: str
+    vocab_size: int
+    corpus: Path | None = None
+
+    @staticmethod
+    def write(name: str, turns: Sequence[Turn], tokenizer: Tokenizer, corpus: Path | None, folder: Path) -> Streams:
+        """Write the turns, and what the corpus holds (int32, every document and -1 behind it), into `folder`."""
+        streams = Streams(name, folder / f"{name}.npz", tokenizer.fingerprint, tokenizer.vocab_size, corpus)
+        arrays: dict[str, NDArray[Any]] = {
+            "prompts": np.concatenate([turn.prompt for turn in turns]),
+            "prompt_lengths": np.array([len(turn.prompt) for turn in turns]),
+            "answers": np.concatenate([turn.answer for turn in turns]),
+            "answer_lengths": np.array([len(turn.answer) for turn in turns]),
+            "corpus": np.zeros(0, np.int32),
+        }
+        for store in streams.stores().values():
+            end = np.array([-1], np.int32)
+            parts = [part for i in range(store.num_documents) for part in (store.document_tokens(i), end)]
+            arrays["corpus"] = np.concatenate(parts)
+            store.close()
+        np.savez(streams.file, **arrays)  # type: ignore[arg-type]
+        return streams
+
+    def turns(self) -> list[Turn]:
+        """The turns, read."""
+        with np.load(self.file) as arrays:
+            prompts, answers = (
+                np.split(arrays[f"{kind}s"], np.cumsum(arrays[f"{kind}_lengths"])[:-1]) for kind in ("prompt", "answer")
+            )
+        return [Turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def stores(self) -> dict[str, Datastore]:
+        """The corpus by name, open; none for a set without one."""
+        if self.corpus is None:
+            return {}
+        return {self.name: Datastore.open(self.corpus, self.fingerprint, self.vocab_size)}
+
+    def digest(self) -> str:
+        """A hash of what is in the file."""
+        key = hashlib.sha256()
+        with np.load(self.file) as arrays:
+            for name, array in arrays.items():
+                key.update(f"{name} {array.dtype} {len(array)}".encode() + array.tobytes())
+        return key.hexdigest()
+
+
+def prepared(name: str, limit: int, tokenizer: Tokenizer, kept: Path, folder: Path) -> Streams:
+    """The streams of a set, of so many records (0: its own number), written into `folder`; `kept` has the corpora."""
+    kind = SETS[name]
+    if isinstance(kind, Recording):
+        return Streams.write(name, recorded(kind, limit or kind.limit, tokenizer), tokenizer, None, folder)
+    turns = completed(kind, limit or kind.limit, tokenizer)
+    return Streams.write(name, turns, tokenizer, indexed(kind.pair, tokenizer, kept), folder)
 
 
 # ---- the replay
@@ -413,45 +478,47 @@ def percentiles(microseconds: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": round(float(np.percentile(microseconds, p)), 1) for p in (50, 99)} if microseconds else {}
 
 
-def peers(
-    python: str, turns: Sequence[Turn], store: Datastore | None, budgets: Sequence[int], kept: Path
-) -> dict[int, dict[str, float]]:
-    """Budget -> peer -> tokens per step, by other people's code in their own environment.
+def measure(streams: Streams, budget: int) -> dict[str, Any]:
+    """`figures` of a set on disk."""
+    stores = streams.stores()
+    try:
+        return figures(streams.turns(), stores, budget, streams.vocab_size)
+    finally:
+        for store in stores.values():
+            store.close()
 
-    They answer the same to the same streams, so what they said is kept in the folder `kept`, by streams, script and versions.
+
+def ask_peers(python: str, streams: Streams, budget: int, kept: Path) -> dict[str, float]:
+    """Tokens per step of the peers that the environment of `python` has, by their own code, each set and budget in a process of
+    its own: one of them learns from what it is asked.
+
+    What they said is kept in the folder `kept`, by streams, script and versions.
     """
     script = Path(__file__).with_name("replay_peers.py")
-    arrays = {
-        "prompts": np.concatenate([turn.prompt for turn in turns]),
-        "prompt_lengths": np.array([len(turn.prompt) for turn in turns]),
-        "answers": np.concatenate([turn.answer for turn in turns]),
-        "answer_lengths": np.array([len(turn.answer) for turn in turns]),
-        "corpus": np.zeros(0, np.int32) if store is None else corpus_tokens(store),
-    }
-    key = hashlib.sha256(script.read_bytes() + _ask([python, str(script), "versions"]).encode())
-    for name, array in arrays.items():
-        key.update(f"{name} {array.dtype} {len(array)}".encode() + array.tobytes())
-    file = kept / f"{key.hexdigest()}.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if missing := [str(size) for size in budgets if str(size) not in found]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "streams.npz"
-            np.savez(path, **arrays)  # type: ignore[arg-type]
-            for size in missing:  # each in a process of its own: some do better on a text that they were asked about before
-                found |= json.loads(_ask([python, str(script), str(path), size]).splitlines()[-1])
+    asked = f"{streams.digest()} {budget} {_ask([python, str(script), 'versions'])}".encode()
+    file = kept / f"{hashlib.sha256(script.read_bytes() + asked).hexdigest()}.json"
+    if not file.exists():
+        said = _ask([python, str(script), str(streams.file), str(budget)]).splitlines()[-1]
         kept.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found), encoding="utf-8")
-    return {size: found[str(size)] for size in budgets}
+        file.write_text(said, encoding="utf-8")
+    found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def _ask(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def corpus_tokens(store: Datastore) -> Tokens:
-    """int32: every document of the corpus, -1 behind each."""
-    end = np.array([-1], np.int32)
-    return np.concatenate([part for i in range(store.num_documents) for part in (store.document_tokens(i), end)])
+TUNED = ("suffix_best",)
+"""Rows of peers with settings that nobody ships."""
+
+
+def leads(row: Mapping[str, Any]) -> dict[str, float]:
+    """How many times the tokens per step of the best source alone, of the best peer as shipped, and of the best of all peers
+    `all` has; what there is none of is left out."""
+    shipped = [value for name, value in row["peers"].items() if name not in TUNED]
+    rivals = {"sources": row["sources"].values(), "peers": shipped, "tuned": row["peers"].values()}
+    return {name: round(row["all"] / max(values), 4) for name, values in rivals.items() if values}
 
 
 def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
@@ -468,6 +535,7 @@ def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
         "log-loss",
         "raw",
         "unique",
+        "leads",
     ]
     for column in columns:
         table.add_column(column, justify="right")
@@ -482,8 +550,48 @@ def show(name: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
             f"{row['log_loss']:.3f}",
             f"{row['log_loss_raw']:.3f}",
             " ".join(f"{value:.2f}" for value in row["unique"].values()),
+            " ".join(f"{value:.2f}" for value in row["leads"].values()),
         )
-    Console(width=max(console.width, 150)).print(table)
+    Console(width=max(console.width, 180)).print(table)
+
+
+def clock(sets: Sequence[Streams], budget: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Percentiles of the microseconds of a step, of drafting and of learning, over the first turns of the sets."""
+    drafting: list[float] = []
+    learning: list[float] = []
+    for streams in sets:
+        stores = streams.stores()
+        names = (*(SOURCES if stores else SOURCES[1:]), *HEARING)
+        found = replay(streams.turns()[:NUM_TIMED], stores, names, budget, streams.vocab_size, made_up=True)
+        drafting += found.drafting
+        learning += found.learning
+        for store in stores.values():
+            store.close()
+    return percentiles(drafting), percentiles(learning)
+
+
+def every(
+    sets: Sequence[Streams], sizes: Sequence[int], pythons: Sequence[str], kept: Path, jobs: int
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Set -> budget -> its row, worked out by `jobs` processes at a time, what takes longest first."""
+    largest_first = sorted(sets, key=lambda streams: -streams.file.stat().st_size)
+    parts: dict[tuple[str, int], list[Future[dict[str, Any]]]] = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for streams in largest_first:
+            for size in sizes:
+                asked = [pool.submit(ask_peers, python, streams, size, kept) for python in pythons]
+                parts[streams.name, size] = [pool.submit(measure, streams, size), *asked]
+        waiting = [future for futures in parts.values() for future in futures]
+        for _ in track(as_completed(waiting), "replaying", total=len(waiting), console=console):
+            pass
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for streams in sets:
+        found[streams.name] = {}
+        for size in sizes:
+            ours, *theirs = (future.result() for future in parts[streams.name, size])
+            row = ours | {"peers": {name: value for peer in theirs for name, value in peer.items()}}
+            found[streams.name][size] = row | {"leads": leads(row)}
+    return found
 
 
 def main(
@@ -491,42 +599,25 @@ def main(
     budgets: Annotated[str, typer.Option(help="Comma-separated numbers of nodes.")] = "4,8,16,32,64",
     limit: Annotated[int, typer.Option(help="Records of a set; 0: each set's own number.")] = 0,
     model: Annotated[str, typer.Option(help="Whose tokenizer.")] = "qwen2.5-coder-1.5b",
-    peers_python: Annotated[str, typer.Option("--peers", help="Python of an environment with the peers; none: left out.")] = "",
+    peers: Annotated[str, typer.Option(help="Pythons of environments with peers, comma-separated; none: left out.")] = "",
+    jobs: Annotated[int, typer.Option(help="Processes at a time. [default: one a core]", min=0)] = 0,
 ) -> None:
     """Replay recorded answers; print a table for each set, then one line of JSON."""
     tokenizer = Tokenizer.load(tokenizer_folder(model))
     sizes = [int(size) for size in budgets.split(",")]
-    folder = cache_root().parent / "replay"
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    drafting: dict[int, list[float]] = {size: [] for size in sizes}
-    learning: dict[int, list[float]] = {size: [] for size in sizes}
-    names = sets.split(",")
-    timed = [name for name in names if isinstance(SETS[name], Completions)] or names
-    for name in names:
-        kind = SETS[name]
-        stores: dict[str, Datastore] = {}
-        if isinstance(kind, Recording):
-            turns = recorded(kind, limit or kind.limit, tokenizer)
-        else:
-            turns = completed(kind, limit or kind.limit, tokenizer)
-            stores = {kind.pair: datastore(kind.pair, tokenizer, folder)}
-        store = next(iter(stores.values()), None)
-        beside = peers(peers_python, turns, store, sizes, folder / "peers") if peers_python else {}
-        found[name] = {}
-        for size in sizes:
-            found[name][size] = figures(turns, stores, size, tokenizer.vocab_size) | {"peers": beside.get(size, {})}
-            if name in timed:
-                rows = (*(SOURCES if stores else SOURCES[1:]), *HEARING)
-                clocked = replay(turns[:NUM_TIMED], stores, rows, size, tokenizer.vocab_size, made_up=True)
-                drafting[size] += clocked.drafting
-                learning[size] += clocked.learning
-        show(name, found[name])
-        for each in stores.values():
-            each.close()
-    overhead = {size: percentiles(drafting[size]) for size in sizes}
+    kept = cache_root().parent / "replay"
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [prepared(name, limit, tokenizer, kept, Path(folder)) for name in sets.split(",")]
+        pythons = [python for python in peers.split(",") if python]
+        found = every(streams, sizes, pythons, kept / "peers", jobs or len(os.sched_getaffinity(0)))
+        for name, rows in found.items():
+            show(name, rows)
+        timed = [each for each in streams if each.corpus is not None] or streams
+        times = {size: clock(timed, size) for size in sizes}
+    overhead = {size: drafting for size, (drafting, _) in times.items()}
     print("microseconds a step, drafting and merging:", overhead)
-    after = {size: percentiles(learning[size]) for size in sizes}
-    print(json.dumps({"sets": found, "overhead_us": overhead, "learning_us": after}))
+    learning = {size: after for size, (_, after) in times.items()}
+    print(json.dumps({"sets": found, "overhead_us": overhead, "learning_us": learning}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Other people's drafters on the token streams of `replay.py`, by their own code, in an environment of their own.
+"""Other people's drafters on the token streams of `replay.py`, by their own code, in environments of their own.
 
-    PEERS/bin/python benchmarks/replay_peers.py STREAMS.npz 4,8,16
+    PEERS/bin/python benchmarks/replay_peers.py STREAMS.npz 16
     PEERS/bin/python benchmarks/replay_peers.py versions
 
-`replay.py --peers` calls it. What is not installed there is left out. Rows:
+`replay.py --peers` calls it. What is not installed there is left out. Python 3.9 will do, for which REST has its wheel. Rows:
 
     lookup          transformers' prompt lookup with its defaults: n-grams of up to 2 tokens, 10 drafted (no more than the
                     budget)
@@ -12,14 +12,16 @@
                     answers before, depth 24, 1.0 tokens drafted for a token matched, nothing below .1
     suffix_tree     the same with its tree mode
     suffix_best     its tree mode with depth 64, 4.0 tokens for a token matched, and nothing too unlikely
-    rest            draftretriever over the corpus, as REST calls it: spans of 16 down to 2 tokens, at most 5,000 places, the
-                    budget as the size of its draft buffer, 10 tokens deep
+    rest            REST's own draftretriever (0.1.0, a wheel in its repository) over the corpus, as REST calls it: spans of 16
+                    down to 2 tokens, at most 5,000 places, the budget as the size of its draft buffer, 10 tokens deep (no
+                    deeper than the budget, where it would end the process)
+    aded            the draftretriever of the package index (0.1.1), which is ADED's (arXiv 2407.12021), called in the same way:
+                    a table of trigrams, which learns from what it is asked, and a search over it
 
 A peer is given the request's text up to the last token and answers with a draft; all that agrees with what was recorded is
-accepted, and one token more is emitted. REST drops tokens above 65,535, so it is given ids in the order in which they come up;
-which of equally frequent paths it takes is left to a hash map, so its figures differ a little from run to run (replay.py keeps
-those of the first). It drafts twice as well on a text that the same process has asked it about before, so only one size is to
-be trusted in a run. The last line is JSON: budget -> row -> tokens per step.
+accepted, and one token more is emitted. Both kinds of draftretriever drop tokens above 65,535, so they are given ids in the
+order in which they come up. Which of equally frequent paths REST takes is left to a hash map, so its figures differ by a
+percent from run to run. The last line is JSON: row -> tokens per step.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def chain_reach(draft, ahead):
 def tree_reach(tokens, parents, ahead):
     """The same for a tree: parents[i] < i, -1 the root."""
     depth, best = {-1: 0}, 0
-    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+    for i, (token, parent) in enumerate(zip(tokens, parents)):  # noqa: B905 (Python 3.9)
         at = depth.get(parent)
         if at is not None and at < len(ahead) and ahead[at] == token:
             depth[i] = at + 1
@@ -114,7 +116,7 @@ def suffix(size, depth, factor, least, tree):
     return begin
 
 
-def rest(size, reader):
+def retriever(size, reader):
     """REST's lookup, as `rest/model/utils.py` calls it."""
 
     def begin(number, prompt):
@@ -123,7 +125,7 @@ def rest(size, reader):
                 if len(text) < span:
                     continue
                 try:
-                    paths = reader.search(text[-span:].tolist(), choices=size)[0]
+                    paths = reader.search(text[-span:].tolist(), choices=size, long=min(size, 10))[0]
                 except ValueError:  # its tree has more nodes than it was allowed
                     return 0
                 if paths:
@@ -144,29 +146,29 @@ def renumbered(*arrays):
     return np.split(dense, np.cumsum([len(a) for a in arrays])[:-1])
 
 
-def split(flat, lengths):
-    return np.split(flat, np.cumsum(lengths)[:-1])
+def pairs(prompts, answers, data):
+    """The turns: (prompt, answer)."""
+    prompts = np.split(prompts, np.cumsum(data["prompt_lengths"])[:-1])
+    answers = np.split(answers, np.cumsum(data["answer_lengths"])[:-1])
+    return list(zip(prompts, answers))  # noqa: B905 (Python 3.9)
 
 
-def main(path, sizes):
+def main(path, size):
     data = np.load(path)
-    turns = list(
-        zip(split(data["prompts"], data["prompt_lengths"]), split(data["answers"], data["answer_lengths"]), strict=True)
-    )
+    turns = pairs(data["prompts"], data["answers"], data)
     rows = {}
     if importlib.util.find_spec("transformers"):
-        rows["lookup"] = lambda size: lookup(size, 2, 10)
-        rows["lookup_best"] = lambda size: lookup(size, 3, size)
+        rows["lookup"] = lookup(size, 2, 10)
+        rows["lookup_best"] = lookup(size, 3, size)
     if importlib.util.find_spec("arctic_inference"):
-        rows["suffix"] = lambda size: suffix(size, 24, 1.0, 0.1, False)
-        rows["suffix_tree"] = lambda size: suffix(size, 24, 1.0, 0.1, True)
-        rows["suffix_best"] = lambda size: suffix(size, 64, 4.0, 0.0, True)
-    found = {size: {name: tokens_per_step(turns, row(size)) for name, row in rows.items()} for size in sizes}
+        rows["suffix"] = suffix(size, 24, 1.0, 0.1, False)
+        rows["suffix_tree"] = suffix(size, 24, 1.0, 0.1, True)
+        rows["suffix_best"] = suffix(size, 64, 4.0, 0.0, True)
+    found = {name: tokens_per_step(turns, row) for name, row in rows.items()}
     if len(data["corpus"]) and importlib.util.find_spec("draftretriever"):
         import draftretriever
 
         corpus, prompts, answers = renumbered(data["corpus"], data["prompts"], data["answers"])
-        turns = list(zip(split(prompts, data["prompt_lengths"]), split(answers, data["answer_lengths"]), strict=True))
         with tempfile.TemporaryDirectory() as folder:
             index = str(Path(folder) / "corpus.idx")
             writer = draftretriever.Writer(index, vocab_size=int(corpus.max()) + 1)
@@ -174,8 +176,8 @@ def main(path, sizes):
             writer.finalize()
             del writer  # it writes once more when it goes, so it must go before the folder does
             reader = draftretriever.Reader(index_file_path=index)
-            for size in sizes:
-                found[size]["rest"] = tokens_per_step(turns, rest(size, reader))
+            name = "rest" if metadata.version("draftretriever") == "0.1.0" else "aded"
+            found[name] = tokens_per_step(pairs(prompts, answers, data), retriever(size, reader))
     print(json.dumps(found))
 
 
@@ -192,4 +194,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "versions":
         print("\n".join(versions()))
     else:
-        main(sys.argv[1], [int(size) for size in sys.argv[2].split(",")])
+        main(sys.argv[1], int(sys.argv[2]))

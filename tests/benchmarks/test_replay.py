@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,30 +76,61 @@ def test_a_peer_is_asked_below_the_last_token_and_told_what_was_said(peers: Modu
 
 
 def test_ids_are_renumbered_in_the_order_they_come_up(peers: ModuleType) -> None:
-    """REST drops ids above 65,535; a document's end gets an id of its own."""
+    """REST and ADED drop ids above 65,535; a document's end gets an id of its own."""
     corpus, prompt = peers.renumbered(ids(70_000, 5, -1, 5), ids(5, 70_000, 9))
     assert corpus.tolist() == [0, 1, 2, 1] and prompt.tolist() == [1, 0, 3]
+
+
+def streams_of(replay: ModuleType, folder: Path, name: str = "some", num: int = 3) -> Any:
+    tokenizer = SimpleNamespace(fingerprint="f", vocab_size=VOCAB)
+    return replay.Streams.write(name, turns_of(replay)[:num], tokenizer, None, folder)
+
+
+def test_streams_come_back_as_they_were_written(replay: ModuleType, tmp_path: Path) -> None:
+    """Every turn with its prompt and answer; the hash tells one set from another."""
+    streams = streams_of(replay, tmp_path)
+    for turn, before in zip(streams.turns(), turns_of(replay), strict=True):
+        assert np.array_equal(turn.prompt, before.prompt) and np.array_equal(turn.answer, before.answer)
+    assert streams.stores() == {}
+    assert streams.digest() == streams_of(replay, tmp_path, "same").digest() != streams_of(replay, tmp_path, "less", 2).digest()
 
 
 def test_what_was_asked_before_is_read_and_only_what_is_missing_asked(
     replay: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peers' answers are kept by streams and versions; other streams are asked anew."""
+    """Peers' answers are kept by streams, budget and versions; others are asked anew."""
     asked: list[str] = []
 
     def ask(command: list[str]) -> str:
         if command[-1] == "versions":
-            return "some 1"
+            return command[0]
         asked.append(command[-1])
-        return json.dumps({size: {"some": float(size)} for size in command[-1].split(",")})
+        return json.dumps({"some": float(command[-1])})
 
     monkeypatch.setattr(replay, "_ask", ask)
-    turns = turns_of(replay)
-    assert replay.peers("python", turns, None, [4, 8], tmp_path) == {4: {"some": 4.0}, 8: {"some": 8.0}}
-    assert replay.peers("python", turns, None, [8], tmp_path) == {8: {"some": 8.0}}
-    assert replay.peers("python", turns, None, [4, 16], tmp_path)[16] == {"some": 16.0}
-    assert replay.peers("python", turns[:2], None, [4], tmp_path) == {4: {"some": 4.0}}
-    assert asked == ["4", "8", "16", "4"]
+    streams, fewer = streams_of(replay, tmp_path), streams_of(replay, tmp_path, "fewer", 2)
+    assert replay.ask_peers("python", streams, 4, tmp_path) == {"some": 4.0}
+    assert replay.ask_peers("python", streams, 4, tmp_path) == {"some": 4.0}
+    assert replay.ask_peers("python", streams, 8, tmp_path) == {"some": 8.0}
+    assert replay.ask_peers("python", fewer, 4, tmp_path) == {"some": 4.0}
+    assert replay.ask_peers("another", fewer, 4, tmp_path) == {"some": 4.0}
+    assert asked == ["4", "8", "4", "4"]
+
+
+def test_processes_work_out_what_one_does(replay: ModuleType, tmp_path: Path) -> None:
+    """Two sets at two budgets in processes of their own: the rows of `figures`, in the order asked for, with the leads."""
+    sets = [streams_of(replay, tmp_path, "less", 1), streams_of(replay, tmp_path)]
+    found = replay.every(sets, [4, 8], [], tmp_path, 2)
+    assert list(found) == ["less", "some"] and list(found["some"]) == [4, 8]
+    row = replay.figures(turns_of(replay), {}, 8, VOCAB)
+    assert found["some"][8] == row | {"leads": {"sources": round(row["all"] / max(row["sources"].values()), 4)}}
+
+
+def test_leads_are_over_the_best_of_each_kind(replay: ModuleType) -> None:
+    """Tuned rows count among all peers only; where there is no peer, nothing is said of one."""
+    row = {"all": 3.0, "sources": {"a": 1.0, "b": 2.0}, "peers": {"suffix": 1.5, "suffix_best": 2.5}}
+    assert replay.leads(row) == {"sources": 1.5, "peers": 2.0, "tuned": 1.2}
+    assert replay.leads(row | {"peers": {}}) == {"sources": 1.5}
 
 
 def test_the_peers_script_names_its_versions(replay: ModuleType) -> None:
