@@ -39,6 +39,7 @@ from draftloom.types import (
     TokenLogprob,
     TraceNode,
     Usage,
+    WorkerStatus,
 )
 
 __all__ = [
@@ -68,4 +69,5 @@ __all__ = [
     "TraceNode",
     "Unavailable",
     "Usage",
+    "WorkerStatus",
 ]

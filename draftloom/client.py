@@ -17,7 +17,7 @@ import grpc
 
 from draftloom import convert
 from draftloom.errors import Unavailable, from_rpc_error
-from draftloom.types import Chunk, Completion, Corpus, ModelInfo, Options, Prompt
+from draftloom.types import Chunk, Completion, Corpus, ModelInfo, Options, Prompt, WorkerStatus
 from draftloom.v1 import corpus_pb2, corpus_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50151"
@@ -101,6 +101,12 @@ class Client:
         with self._errors():
             request = generation_pb2.GetModelInfoRequest()
             return convert.model_info(self._stubs.model.GetModelInfo(request, timeout=self.timeout))
+
+    def worker_status(self) -> WorkerStatus:
+        """How the server's workers stand."""
+        with self._errors():
+            request = generation_pb2.GetWorkerStatusRequest()
+            return convert.worker_status(self._stubs.model.GetWorkerStatus(request, timeout=self.timeout))
 
     def corpora(self) -> list[Corpus]:
         """What there is to draft from, by name."""
@@ -229,6 +235,12 @@ class AsyncClient:
         async with self._errors():
             request = generation_pb2.GetModelInfoRequest()
             return convert.model_info(await self._stubs.model.GetModelInfo(request, timeout=self.timeout))
+
+    async def worker_status(self) -> WorkerStatus:
+        """See Client.worker_status."""
+        async with self._errors():
+            request = generation_pb2.GetWorkerStatusRequest()
+            return convert.worker_status(await self._stubs.model.GetWorkerStatus(request, timeout=self.timeout))
 
     async def corpora(self) -> list[Corpus]:
         """See Client.corpora."""

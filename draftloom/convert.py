@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from draftloom.types import (
@@ -19,6 +20,7 @@ from draftloom.types import (
     TokenLogprob,
     TraceNode,
     Usage,
+    WorkerStatus,
 )
 from draftloom.v1 import corpus_pb2, generation_pb2
 
@@ -152,6 +154,10 @@ def model_info(message: generation_pb2.GetModelInfoResponse) -> ModelInfo:
     )
 
 
+def worker_status(message: generation_pb2.GetWorkerStatusResponse) -> WorkerStatus:
+    return WorkerStatus(**{each.name: getattr(message.status, each.name) for each in fields(WorkerStatus)})
+
+
 def corpora(message: corpus_pb2.ListCorporaResponse) -> list[Corpus]:
     return [
         Corpus(
@@ -230,4 +236,5 @@ def _statistics(message: generation_pb2.SpeculationStats) -> Statistics:
         num_expected=message.num_expected,
         calibration_error=message.calibration_error,
         log_loss=message.log_loss,
+        prefix_tokens_reused=message.prefix_tokens_reused,
     )

@@ -175,6 +175,7 @@ class Statistics:
     `num_steps` passes of the target verified `num_nodes` candidates, `num_accepted` of which are in the answer. `corpora` maps
     the names of the corpora drafted from to their versions; `warnings` says what the request was served without. The estimates
     promised that `num_expected` would be accepted; `calibration_error` and `log_loss` (nats) judge them candidate by candidate.
+    `prefix_tokens_reused` tokens of the prompt were not read, as an earlier request of yours began alike.
     """
 
     num_steps: int
@@ -190,6 +191,7 @@ class Statistics:
     num_expected: float = 0.0
     calibration_error: float = 0.0
     log_loss: float = 0.0
+    prefix_tokens_reused: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,25 @@ class ModelInfo:
     strict: bool
     max_nodes: int
     sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """How the server's workers stand, all together, and what they have done since they were started.
+
+    `num_open` sequences are open, `num_waiting` wait. Keys and values take `num_blocks_used` of `num_blocks` blocks. Of the
+    tokens of prompts `num_read` were read and `num_reused` needed no reading; `num_preempted` times a sequence lost its blocks.
+    """
+
+    num_workers: int
+    num_open: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_used: int
+    num_passes: int
+    num_read: int
+    num_reused: int
+    num_preempted: int
 
 
 @dataclass(frozen=True)

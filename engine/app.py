@@ -39,7 +39,7 @@ from engine.requests import (
 )
 from engine.server.serve import GrpcServer, create_server
 from engine.session import Session, Step
-from engine.target import SequenceRequest, Target, TargetInfo, process, remote
+from engine.target import SequenceRequest, Target, TargetInfo, TargetStatus, process, remote
 from engine.target.fleet import Fleet, Place
 from engine.text import StreamDecoder, Tokenizer
 from engine.trace.recorder import Recorder
@@ -106,6 +106,10 @@ class Engine:
         """Names of the drafters this server runs."""
         return tuple(self._drafters)
 
+    async def status(self) -> TargetStatus:
+        """How the workers stand, all together."""
+        return await self._target.status()
+
     async def corpora(self, tenant: str) -> list[CorpusInfo]:
         """All corpora of a tenant, by name."""
         return await self._corpora.list(tenant)
@@ -130,7 +134,7 @@ class Engine:
             prediction = await _encode(self.tokenizer.encode, request.speculation.prediction if drafters else "")
             began = time.perf_counter()
             sequence = await stack.enter_async_context(self._target.open(wanted))
-            prefill = time.perf_counter() - began
+            prefill, num_reused = time.perf_counter() - began, sequence.num_reused
             recorder = Recorder(sequence, self.tokenizer) if request.speculation.trace else None
             memory = await self._tenants.open(self._memory_key, request.tenant)
             use_history, learn = self._remembering(request)
@@ -172,7 +176,7 @@ class Engine:
                 seed=request.sampling.seed,
                 stop_string=reader.stop_string,
                 stop_token=reader.stop_token,
-                statistics=_statistics(session, panel, times, prefill, stores, warnings + panel.problems),
+                statistics=_statistics(session, panel, times, prefill, num_reused, stores, warnings + panel.problems),
             )
 
     async def check_default_corpora(self) -> None:
@@ -317,6 +321,7 @@ def _statistics(
     panel: Panel,
     times: Times,
     prefill: float,
+    num_reused: int,
     stores: dict[str, Datastore],
     warnings: list[str],
 ) -> GenerationStats:
@@ -349,6 +354,7 @@ def _statistics(
         num_expected=tally.expected,
         calibration_error=tally.calibration_error,
         log_loss=tally.log_loss / max(tally.num_judged, 1),
+        prefix_tokens_reused=num_reused,
     )
 
 
@@ -426,6 +432,10 @@ class Entrance:
     def sources(self) -> tuple[str, ...]:
         """See engine.requests.Engine."""
         return self._opened().sources
+
+    async def status(self) -> TargetStatus:
+        """See engine.requests.Engine."""
+        return await self._opened().status()
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See engine.requests.Engine."""

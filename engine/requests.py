@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
 from engine.errors import InvalidRequest
-from engine.target import Logprobs, TargetInfo
+from engine.target import Logprobs, TargetInfo, TargetStatus
 
 if TYPE_CHECKING:
     from engine.text import Tokenizer
@@ -241,6 +241,7 @@ class GenerationStats:
     3. `corpora`: (name, version) drafted from. `warnings`: what the request was served without, in plain words.
     4. `num_expected`: candidates that the estimates promised would be accepted, of those verified; `calibration_error` and
        `log_loss` (nats), means over the candidates whose parent was accepted: see `session.Tally`.
+    5. `prefix_tokens_reused` of the prompt's first tokens were not read: an earlier request of the tenant began alike.
     """
 
     sources: tuple[SourceStats, ...] = ()
@@ -255,6 +256,7 @@ class GenerationStats:
     num_expected: float = 0.0
     calibration_error: float = 0.0
     log_loss: float = 0.0
+    prefix_tokens_reused: int = 0
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,10 @@ class Engine(Protocol):
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the drafters this server runs."""
+        ...
+
+    async def status(self) -> TargetStatus:
+        """How the workers stand, all together."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

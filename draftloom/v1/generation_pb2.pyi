@@ -306,7 +306,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_nodes", "num_accepted", "mean_tokens_per_step", "draft_seconds", "step_seconds", "prefill_seconds", "sources", "corpora", "warnings", "num_expected", "calibration_error", "log_loss")
+    __slots__ = ("num_steps", "num_nodes", "num_accepted", "mean_tokens_per_step", "draft_seconds", "step_seconds", "prefill_seconds", "sources", "corpora", "warnings", "num_expected", "calibration_error", "log_loss", "prefix_tokens_reused")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +320,7 @@ class SpeculationStats(_message.Message):
     NUM_EXPECTED_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_ERROR_FIELD_NUMBER: _ClassVar[int]
     LOG_LOSS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_REUSED_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_nodes: int
     num_accepted: int
@@ -333,7 +334,8 @@ class SpeculationStats(_message.Message):
     num_expected: float
     calibration_error: float
     log_loss: float
-    def __init__(self, num_steps: _Optional[int] = ..., num_nodes: _Optional[int] = ..., num_accepted: _Optional[int] = ..., mean_tokens_per_step: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceStats, _Mapping]]] = ..., corpora: _Optional[_Iterable[_Union[CorpusVersion, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_expected: _Optional[float] = ..., calibration_error: _Optional[float] = ..., log_loss: _Optional[float] = ...) -> None: ...
+    prefix_tokens_reused: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_nodes: _Optional[int] = ..., num_accepted: _Optional[int] = ..., mean_tokens_per_step: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceStats, _Mapping]]] = ..., corpora: _Optional[_Iterable[_Union[CorpusVersion, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_expected: _Optional[float] = ..., calibration_error: _Optional[float] = ..., log_loss: _Optional[float] = ..., prefix_tokens_reused: _Optional[int] = ...) -> None: ...
 
 class SourceStats(_message.Message):
     __slots__ = ("name", "num_proposed", "num_accepted", "num_unique", "num_errors", "num_late", "seconds", "trust", "num_held", "num_held_alone")
@@ -394,6 +396,38 @@ class GetModelInfoResponse(_message.Message):
     max_nodes: int
     sources: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., strict: bool = ..., max_nodes: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetWorkerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetWorkerStatusResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: WorkerStatus
+    def __init__(self, status: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("num_workers", "num_open", "num_waiting", "num_blocks", "num_blocks_used", "num_passes", "num_read", "num_reused", "num_preempted")
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_REUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    num_workers: int
+    num_open: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_used: int
+    num_passes: int
+    num_read: int
+    num_reused: int
+    num_preempted: int
+    def __init__(self, num_workers: _Optional[int] = ..., num_open: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_used: _Optional[int] = ..., num_passes: _Optional[int] = ..., num_read: _Optional[int] = ..., num_reused: _Optional[int] = ..., num_preempted: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "parse_special")

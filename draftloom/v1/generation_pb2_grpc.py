@@ -146,7 +146,7 @@ class GenerationService(object):
 
 
 class ModelServiceStub(object):
-    """Says what is served, and turns text into its token ids and back.
+    """Says what is served and how its workers stand, and turns text into its token ids and back.
     """
 
     def __init__(self, channel):
@@ -159,6 +159,11 @@ class ModelServiceStub(object):
                 '/draftloom.v1.ModelService/GetModelInfo',
                 request_serializer=draftloom_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=draftloom_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+                _registered_method=True)
+        self.GetWorkerStatus = channel.unary_unary(
+                '/draftloom.v1.ModelService/GetWorkerStatus',
+                request_serializer=draftloom_dot_v1_dot_generation__pb2.GetWorkerStatusRequest.SerializeToString,
+                response_deserializer=draftloom_dot_v1_dot_generation__pb2.GetWorkerStatusResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/draftloom.v1.ModelService/Tokenize',
@@ -173,10 +178,16 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """Says what is served, and turns text into its token ids and back.
+    """Says what is served and how its workers stand, and turns text into its token ids and back.
     """
 
     def GetModelInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWorkerStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +213,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=draftloom_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=draftloom_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
             ),
+            'GetWorkerStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWorkerStatus,
+                    request_deserializer=draftloom_dot_v1_dot_generation__pb2.GetWorkerStatusRequest.FromString,
+                    response_serializer=draftloom_dot_v1_dot_generation__pb2.GetWorkerStatusResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=draftloom_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
@@ -221,7 +237,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Says what is served, and turns text into its token ids and back.
+    """Says what is served and how its workers stand, and turns text into its token ids and back.
     """
 
     @staticmethod
@@ -241,6 +257,33 @@ class ModelService(object):
             '/draftloom.v1.ModelService/GetModelInfo',
             draftloom_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             draftloom_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWorkerStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftloom.v1.ModelService/GetWorkerStatus',
+            draftloom_dot_v1_dot_generation__pb2.GetWorkerStatusRequest.SerializeToString,
+            draftloom_dot_v1_dot_generation__pb2.GetWorkerStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,16 @@ class GetInfoResponse(_message.Message):
     protocol: int
     def __init__(self, model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., strict: bool = ..., max_rows: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: _generation_pb2.WorkerStatus
+    def __init__(self, status: _Optional[_Union[_generation_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
+
 class DecodeRequest(_message.Message):
     __slots__ = ("open", "step")
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -76,12 +86,14 @@ class OpenRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., feedback_top_k: _Optional[int] = ..., feedback_prompt: _Optional[int] = ..., num_emitted: _Optional[int] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("curve", "feedback")
+    __slots__ = ("curve", "feedback", "num_reused")
     CURVE_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    NUM_REUSED_FIELD_NUMBER: _ClassVar[int]
     curve: CostCurve
     feedback: Feedback
-    def __init__(self, curve: _Optional[_Union[CostCurve, _Mapping]] = ..., feedback: _Optional[_Union[Feedback, _Mapping]] = ...) -> None: ...
+    num_reused: int
+    def __init__(self, curve: _Optional[_Union[CostCurve, _Mapping]] = ..., feedback: _Optional[_Union[Feedback, _Mapping]] = ..., num_reused: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("position", "tokens", "parents", "probs", "sources", "roles")

@@ -39,6 +39,11 @@ class TargetServiceStub(object):
                 request_serializer=draftloom_dot_v1_dot_target__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=draftloom_dot_v1_dot_target__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/draftloom.v1.TargetService/GetStatus',
+                request_serializer=draftloom_dot_v1_dot_target__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=draftloom_dot_v1_dot_target__pb2.GetStatusResponse.FromString,
+                _registered_method=True)
         self.Decode = channel.stream_stream(
                 '/draftloom.v1.TargetService/Decode',
                 request_serializer=draftloom_dot_v1_dot_target__pb2.DecodeRequest.SerializeToString,
@@ -50,6 +55,12 @@ class TargetServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,6 +79,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=draftloom_dot_v1_dot_target__pb2.GetInfoRequest.FromString,
                     response_serializer=draftloom_dot_v1_dot_target__pb2.GetInfoResponse.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=draftloom_dot_v1_dot_target__pb2.GetStatusRequest.FromString,
+                    response_serializer=draftloom_dot_v1_dot_target__pb2.GetStatusResponse.SerializeToString,
             ),
             'Decode': grpc.stream_stream_rpc_method_handler(
                     servicer.Decode,
@@ -102,6 +118,33 @@ class TargetService(object):
             '/draftloom.v1.TargetService/GetInfo',
             draftloom_dot_v1_dot_target__pb2.GetInfoRequest.SerializeToString,
             draftloom_dot_v1_dot_target__pb2.GetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftloom.v1.TargetService/GetStatus',
+            draftloom_dot_v1_dot_target__pb2.GetStatusRequest.SerializeToString,
+            draftloom_dot_v1_dot_target__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,7 +14,7 @@ from engine.requests import Engine, Final, GenerationEvent, GenerationRequest
 from engine.server import wire
 from engine.server.errors import SlowReader
 from engine.server.interceptors import Context, tenant_of
-from engine.target.wire import ids_array
+from engine.target.wire import ids_array, status_to_wire
 
 log = logging.getLogger("draftloom.server")
 
@@ -144,6 +144,11 @@ class ModelService(generation_pb2_grpc.ModelServiceServicer):
     ) -> generation_pb2.GetModelInfoResponse:
         wire.check_model(message.model, self._engine.info.model)
         return wire.model_info_to_wire(self._engine.info, self._engine.sources)
+
+    async def GetWorkerStatus(
+        self, message: generation_pb2.GetWorkerStatusRequest, context: Context
+    ) -> generation_pb2.GetWorkerStatusResponse:
+        return generation_pb2.GetWorkerStatusResponse(status=status_to_wire(await self._engine.status()))
 
     async def Tokenize(self, message: generation_pb2.TokenizeRequest, context: Context) -> generation_pb2.TokenizeResponse:
         wire.check_model(message.model, self._engine.info.model)

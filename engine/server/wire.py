@@ -200,6 +200,7 @@ def _statistics(stats: GenerationStats, tokens_per_step: float) -> generation_pb
         num_expected=stats.num_expected,
         calibration_error=stats.calibration_error,
         log_loss=stats.log_loss,
+        prefix_tokens_reused=stats.prefix_tokens_reused,
     )
 
 

@@ -10,8 +10,9 @@ Importing this module needs numpy only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,33 @@ class TargetInfo:
     strict: bool
     max_rows: int = 64
     """Most rows (nodes with the root) of one tree."""
+
+
+@dataclass(frozen=True)
+class TargetStatus:
+    """How workers stand, and what they have done since they were started, for all tenants.
+
+    1. `num_open` sequences are open, `num_waiting` wait for their turn.
+    2. `num_blocks_used` of `num_blocks` blocks of keys and values are held by open sequences; 0 of 0 where there are none.
+    3. `num_passes`; `num_read` tokens of prompts that were read, `num_reused` that needed no reading, `num_preempted` times that
+       a sequence lost its blocks, after which it reads, and counts, its tokens again.
+    """
+
+    num_workers: int = 1
+    num_open: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    num_passes: int = 0
+    num_read: int = 0
+    num_reused: int = 0
+    num_preempted: int = 0
+
+    @staticmethod
+    def together(all_of_them: Iterable[TargetStatus]) -> TargetStatus:
+        """Sums; all zeros for nobody."""
+        rows = [astuple(each) for each in all_of_them]
+        return TargetStatus(*(sum(column) for column in zip(*rows, strict=True))) if rows else TargetStatus(0)
 
 
 @dataclass(frozen=True)
@@ -113,6 +141,11 @@ class TargetSequence(Protocol):
         """What the target said along the end of the prompt, at most `feedback_prompt` rows; empty if nobody asked."""
         ...
 
+    @property
+    def num_reused(self) -> int:
+        """Tokens at the prompt's beginning that were not read, their keys and values being there."""
+        ...
+
     async def step(self, tree: CandidateTree) -> StepResult:
         """Verify `tree`, whose root is the last committed token, and commit what the target says.
 
@@ -133,6 +166,10 @@ class Target(Protocol):
 
         Raises PromptTooLong, InvalidRequest, Exhausted, WorkerLost.
         """
+        ...
+
+    async def status(self) -> TargetStatus:
+        """How it stands. Raises WorkerLost for one that does not answer."""
         ...
 
     async def close(self) -> None: ...

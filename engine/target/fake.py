@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.drafters import Feedback
-from engine.target import SequenceRequest, StepResult, TargetInfo
+from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.target.batching import cut_together
 from engine.target.sampling import Sampler, check_request, check_step, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
@@ -74,6 +74,10 @@ class FakeTarget:
         finally:
             self.num_open -= 1
 
+    async def status(self) -> TargetStatus:
+        """See engine.target.Target. It has no blocks, and counts nothing."""
+        return TargetStatus(num_open=self.num_open)
+
     async def close(self) -> None:
         """Nothing to release."""
 
@@ -84,6 +88,7 @@ class FakeSequence:
     def __init__(self, target: FakeTarget, request: SequenceRequest) -> None:
         self.curve = target.curve
         self.feedback = self._read(target, request)
+        self.num_reused = 0
         self._target = target
         self._request = request
         self._prefix = request.prompt.astype(np.int32)

@@ -23,7 +23,7 @@ import numpy as np
 
 from engine.drafters import Feedback
 from engine.errors import ConfigError, EngineError, WorkerLost
-from engine.target import SequenceRequest, StepResult, Target, TargetInfo, TargetSequence
+from engine.target import SequenceRequest, StepResult, Target, TargetInfo, TargetSequence, TargetStatus
 from engine.tree import CandidateTree, CostCurve
 
 log = logging.getLogger("draftloom.fleet")
@@ -145,6 +145,15 @@ class Fleet:
         async with sequence.held:
             await self.place(sequence, OPEN_SECONDS)
             yield sequence
+
+    async def status(self) -> TargetStatus:
+        """All workers together, without those that do not answer."""
+        workers = [member.worker.target for member in self._members if member.worker is not None]
+        answers = await asyncio.gather(*(worker.status() for worker in workers), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
+                raise answer
+        return TargetStatus.together(answer for answer in answers if isinstance(answer, TargetStatus))
 
     async def place(self, sequence: FleetSequence, patience: float) -> None:
         """Open `sequence` at the worker with the fewest. Raises WorkerLost if none has taken it after `patience` seconds."""
@@ -282,6 +291,7 @@ class FleetSequence:
         self.held = AsyncExitStack()
         """What is open for it at its present worker."""
         self.feedback = Feedback()
+        self.num_reused = 0
         self._fleet = fleet
         self._request = request
         self._tokens = [request.prompt]
@@ -310,7 +320,7 @@ class FleetSequence:
         """Open at a worker."""
         self._inner = await self.held.enter_async_context(opening)
         if len(self._tokens) == 1:
-            self.feedback = self._inner.feedback
+            self.feedback, self.num_reused = self._inner.feedback, self._inner.num_reused
 
     async def step(self, tree: CandidateTree) -> StepResult:
         """See engine.target.TargetSequence. A step that a lost worker may have done is done again, with the same outcome."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine import kernels as core_kernels
 from engine.drafters import Feedback
 from engine.errors import Exhausted
-from engine.target import SequenceRequest, StepResult, TargetInfo
+from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.target.attention import Part, Pass
 from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
 from engine.target.cache import KVStorage, KVTable, num_blocks
@@ -144,6 +144,19 @@ class LocalTarget:
             self._admission.leave()
             self._batcher.wake()
 
+    async def status(self) -> TargetStatus:
+        """See engine.target.Target."""
+        return TargetStatus(
+            num_open=len(self._open),
+            num_waiting=self._admission.num_waiting,
+            num_blocks=self.storage.num_blocks,
+            num_blocks_used=self.storage.num_blocks - self.storage.num_free,
+            num_passes=self.counts.num_passes,
+            num_read=self.counts.num_read,
+            num_reused=self.counts.num_reused,
+            num_preempted=self.counts.num_preempted,
+        )
+
     async def close(self) -> None:
         """Nothing to release; storage goes with the object."""
 
@@ -226,7 +239,7 @@ class LocalTarget:
             if reads and owner.num_missing:
                 if waits and not owner.table.length:
                     continue
-                self.counts.num_shared += owner.share()
+                self.counts.num_reused += owner.share()
             if reads != (owner.num_missing > 0):  # it has read to the end, or lost what it had read
                 answers[i] = None
             elif self._make_room(owner, owner.num_missing + 1, busy):
@@ -305,7 +318,7 @@ class Counts:
 
     num_passes: int = 0
     num_read: int = 0
-    num_shared: int = 0
+    num_reused: int = 0
     num_preempted: int = 0
 
 
@@ -341,6 +354,7 @@ class LocalSequence:
         self.curve = target.curve
         self.table = KVTable(target.storage)
         self.number = target.next_number()
+        self.num_reused = 0
         self.last_active = time.monotonic()
         self._target = target
         self._request = request
@@ -369,7 +383,10 @@ class LocalSequence:
         end = len(self._tokens) - 1
         if self._unheard < len(self._request.prompt) - 1:
             end = self._unheard
-        return self.table.share(self._names.of(self._tokens)[: end // BLOCK])
+        before = self.table.length
+        found = self.table.share(self._names.of(self._tokens)[: end // BLOCK])
+        self.num_reused = found + (self.num_reused if before else 0)
+        return found
 
     def next_chunk(self, most: int) -> NDArray[np.int32]:
         """The next tokens to be read, at most so many."""

@@ -20,7 +20,7 @@ from engine.drafters import Feedback
 from engine.errors import WorkerLost
 from engine.server.errors import from_rpc_error
 from engine.server.listen import MAX_MESSAGE_BYTES, read_pem
-from engine.target import SequenceRequest, StepResult, TargetInfo, wire
+from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus, wire
 from engine.target.fleet import Connected, Place
 from engine.tree import CandidateTree, CostCurve
 
@@ -36,6 +36,8 @@ OPTIONS: list[tuple[str, int]] = [
 ]
 CONNECT_SECONDS = 3.0
 """How long a fleet waits for a worker to answer before it says that nobody is there, and tries again."""
+STATUS_SECONDS = 3.0
+"""How long a worker may take to say how it stands."""
 CLOSE_SECONDS = 1.0
 """How long leaving a sequence waits for the worker to say that its memory is free."""
 
@@ -47,7 +49,7 @@ class RemoteTarget:
         self.info = info
         self._channel = channel
         self._health: Any = health_pb2_grpc.HealthStub(channel)
-        self._decode: Any = target_pb2_grpc.TargetServiceStub(channel).Decode
+        self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
 
     @staticmethod
     async def connect(address: str, timeout: float = 30.0, credentials: grpc.ChannelCredentials | None = None) -> RemoteTarget:
@@ -77,15 +79,25 @@ class RemoteTarget:
     async def open(self, request: SequenceRequest) -> AsyncIterator[RemoteSequence]:
         """See engine.target.Target. Leaving waits, at most a second, until the worker has freed the sequence; an error or a
         cancellation in the body cancels the stream at once instead."""
-        call = self._decode()
+        call = self._stub.Decode()
         try:
             opened = await _exchange(call, target_pb2.DecodeRequest(open=wire.open_to_wire(request)))
             about = opened.opened
-            sequence = RemoteSequence(call, wire.curve_from_wire(about.curve), wire.feedback_from_wire(about.feedback))
+            sequence = RemoteSequence(
+                call, wire.curve_from_wire(about.curve), wire.feedback_from_wire(about.feedback), about.num_reused
+            )
             yield sequence
             await _finish(call)
         finally:
             call.cancel()
+
+    async def status(self) -> TargetStatus:
+        """See engine.target.Target. One deep in a pass answers after it; who takes longer than `STATUS_SECONDS` is lost."""
+        try:
+            answer = await self._stub.GetStatus(target_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return wire.status_from_wire(answer.status)
 
     async def lost(self) -> str:
         """Returns, with the reason, once the worker is gone, or says that it takes no new sequences."""
@@ -108,9 +120,10 @@ class RemoteTarget:
 class RemoteSequence:
     """One sequence at a remote worker."""
 
-    def __init__(self, call: Any, curve: CostCurve, feedback: Feedback) -> None:
+    def __init__(self, call: Any, curve: CostCurve, feedback: Feedback, num_reused: int) -> None:
         self.curve = curve
         self.feedback = feedback
+        self.num_reused = num_reused
         self._call = call
         self._finished = False
 

@@ -43,6 +43,9 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     async def GetInfo(self, message: target_pb2.GetInfoRequest, context: Context) -> target_pb2.GetInfoResponse:
         return wire.info_to_wire(self._target.info)
 
+    async def GetStatus(self, message: target_pb2.GetStatusRequest, context: Context) -> target_pb2.GetStatusResponse:
+        return target_pb2.GetStatusResponse(status=wire.status_to_wire(await self._target.status()))
+
     async def Decode(self, messages: AsyncIterator[target_pb2.DecodeRequest], context: Context) -> None:
         first = await anext(messages, None)
         if first is None:
@@ -51,7 +54,9 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             raise InvalidRequest("a Decode stream begins with it", "open")
         async with self._target.open(wire.open_from_wire(first.open)) as sequence:
             opened = target_pb2.OpenResponse(
-                curve=wire.curve_to_wire(sequence.curve), feedback=wire.feedback_to_wire(sequence.feedback)
+                curve=wire.curve_to_wire(sequence.curve),
+                feedback=wire.feedback_to_wire(sequence.feedback),
+                num_reused=sequence.num_reused,
             )
             await context.write(target_pb2.DecodeResponse(opened=opened))
             async for message in messages:

@@ -7,6 +7,7 @@ of one length; whether a tree or a request makes sense is the target's business.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from draftloom.v1 import generation_pb2, target_pb2
 from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
 from engine.drafters import Feedback
 from engine.errors import ConfigError, InvalidRequest
-from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo
+from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.tree import CandidateTree, CostCurve
 
 PROTOCOL = 1
@@ -103,6 +104,14 @@ def info_from_wire(message: target_pb2.GetInfoResponse) -> TargetInfo:
         strict=message.strict,
         max_rows=message.max_rows,
     )
+
+
+def status_to_wire(status: TargetStatus) -> generation_pb2.WorkerStatus:
+    return generation_pb2.WorkerStatus(**asdict(status))
+
+
+def status_from_wire(message: generation_pb2.WorkerStatus) -> TargetStatus:
+    return TargetStatus(**{each.name: getattr(message, each.name) for each in fields(TargetStatus)})
 
 
 # Opening a sequence.

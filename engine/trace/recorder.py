@@ -44,6 +44,11 @@ class Recorder:
         """What the target said about the prompt."""
         return self._sequence.feedback
 
+    @property
+    def num_reused(self) -> int:
+        """Tokens of the prompt that were not read."""
+        return self._sequence.num_reused
+
     async def step(self, tree: CandidateTree) -> StepResult:
         """See TargetSequence.step."""
         curve, began = self.curve, time.perf_counter()

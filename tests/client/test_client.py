@@ -44,6 +44,7 @@ def test_generate_and_stream_give_one_completion() -> None:
     assert (whole.finish_reason, whole.stop_string, whole.stop_token_id) == ("length", None, None)
     assert (whole.usage, whole.seed, whole.request_id) == (draftloom.Usage(3, 8), 3, "r")
     assert whole.statistics.corpora == {"code": "v7"} and whole.statistics.warnings == ("corpus docs is damaged",)
+    assert whole.statistics.prefix_tokens_reused == 2
     corpus = draftloom.SourceStatistics("corpus:code", 9, 4, 2, 1, 0, 0.25, 0.5, 6, 3)
     assert whole.statistics.sources[0] == corpus and whole.statistics.tokens_per_step == 8 / 3
 
@@ -58,20 +59,22 @@ def test_generate_and_stream_give_one_completion() -> None:
 
 
 def test_the_rest_of_the_surface() -> None:
-    """Model, corpora, text to ids and back, waiting for the server: sync and async say the same."""
+    """Model, workers, corpora, text to ids and back, waiting for the server: sync and async say the same."""
     with serving_in_thread(ScriptedEngine()) as address, draftloom.Client(address) as client:
         ids = client.tokenize("é<|end|>")
-        sync = (client.wait_ready(), client.model_info(), client.corpora(), ids, client.detokenize(ids))
+        sync = (client.wait_ready(), client.model_info(), client.corpora(), ids, client.detokenize(ids), client.worker_status())
         assert client.tokenize("<|end|>", parse_special=True) == [256]
     assert sync[0] == sync[1] and sync[1].sources == ("corpus", "prompt") and sync[1].strict
     assert [(c.name, c.num_tokens, c.usable) for c in sync[2]] == [("code", 1234, True), ("docs", 0, False)]
     assert sync[4] == "é<|end|>"
+    assert sync[5] == draftloom.WorkerStatus(2, 0, 3, 40, 17, 2**40, 500, 128, 6)
 
     async def run() -> None:
         async with serving(ScriptedEngine()) as server, draftloom.AsyncClient(server.address) as client:
             ids = await client.tokenize("é<|end|>")
             infos = await client.wait_ready(), await client.model_info()
-            assert (*infos, await client.corpora(), ids, await client.detokenize(ids)) == sync
+            texts = ids, await client.detokenize(ids)
+            assert (*infos, await client.corpora(), *texts, await client.worker_status()) == sync
 
     asyncio.run(run())
 

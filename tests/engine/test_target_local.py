@@ -305,14 +305,14 @@ def test_beginnings_are_read_once() -> None:
     plain, _ = speculate(fake(target), first, {})
     longer = request_of(text + plain.tokens + [5], max_tokens=8, num_logprobs=0)
     expected, _ = speculate(fake(target), longer, {})
-    assert target.counts.num_shared == 192, "150 of the prompt and 59 of the answer, in whole blocks"
+    assert target.counts.num_reused == 192, "150 of the prompt and 59 of the answer, in whole blocks"
     target.storage.forget()
-    assert speculate(fake(target), longer, {})[0] == expected and target.counts.num_shared == 192
+    assert speculate(fake(target), longer, {})[0] == expected and target.counts.num_reused == 192
 
     for request, shared in ((first, 128), (replace(first, tenant="other"), 0), (replace(first, tenant="other"), 128)):
-        before, read = target.counts.num_shared, target.counts.num_read
+        before, read = target.counts.num_reused, target.counts.num_read
         assert speculate(fake(target), request, {})[0] == plain
-        assert target.counts.num_shared - before == shared and target.counts.num_read - read == 149 - shared
+        assert target.counts.num_reused - before == shared and target.counts.num_read - read == 149 - shared
     target.check()
 
 
@@ -328,7 +328,7 @@ def test_rows_whose_feedback_is_wanted_are_read_again() -> None:
 
     for shared in (0, 128, 256):
         asyncio.run(run())
-        assert target.counts.num_shared == shared
+        assert target.counts.num_reused == shared
     for one in heard:
         assert np.array_equal(one.top_ids, heard[0].top_ids) and one.nodes.tolist() == [i % 77 for i in range(179, 199)]
 
@@ -355,9 +355,9 @@ def test_the_least_used_beginning_is_forgotten_first() -> None:
     texts = {name: request_of([token] * 129, max_tokens=1) for name, token in (("a", 1), ("b", 2), ("c", 3))}
 
     def shared(name: str) -> int:
-        before = target.counts.num_shared
+        before = target.counts.num_reused
         speculate(fake(target), texts[name], {})
-        return target.counts.num_shared - before
+        return target.counts.num_reused - before
 
     assert [shared(name) for name in "abab"] == [0, 0, 128, 128]
     assert shared("c") == 0

@@ -25,7 +25,7 @@ from engine.requests import (
     TraceNode,
 )
 from engine.server.serve import GrpcServer, create_server
-from engine.target import TargetInfo
+from engine.target import TargetInfo, TargetStatus
 from engine.text import Tokenizer
 
 CONTROL = "<|end|>"
@@ -91,7 +91,7 @@ class ScriptedEngine:
                     raise self.fail
             sources = (SourceStats("corpus:code", 9, 4, 2, 1, 0, 0.25, 0.5, 6, 3), SourceStats("prompt", 5, 3))
             stats = GenerationStats(
-                sources, num_steps, 9, 4, 0.5, 1.5, 0.75, corpora=(("code", "v7"),), warnings=("corpus docs is damaged",)
+                sources, num_steps, 9, 4, 0.5, 1.5, 0.75, (("code", "v7"),), ("corpus docs is damaged",), prefix_tokens_reused=2
             )
             yield Final(LENGTH, len(ids), len(answer), request.sampling.seed, statistics=stats)
         finally:
@@ -107,6 +107,9 @@ class ScriptedEngine:
             parent = len(nodes) - 2
         texts = tuple(map(self.tokenizer.token_bytes, tokens))
         return StepTrace(tuple(nodes), texts, 2, 0.0005, 0.07, 0.0625, ((1, 0.05), (4, 0.0625)))
+
+    async def status(self) -> TargetStatus:
+        return TargetStatus(2, self.num_open, 3, 40, 17, 2**40, 500, 128, 6)
 
     async def corpora(self, tenant: str) -> list[CorpusInfo]:
         return [

@@ -18,7 +18,7 @@ import pytest
 
 from engine.acceptance import LENGTH, STOP, Limits, SamplingParams
 from engine.errors import InvalidRequest, PromptTooLong, WorkerLost
-from engine.target import SequenceRequest, StepResult, Target, TargetSequence
+from engine.target import SequenceRequest, StepResult, Target, TargetSequence, TargetStatus
 from engine.target.fake import FakeTarget
 from engine.target.fleet import Fleet
 from engine.target.remote import RemoteTarget, place
@@ -463,6 +463,54 @@ def test_leaving_frees_everything(run: Callable[[Test], None], way: str) -> None
         assert await eventually(lambda: rig.held() == 0, 0 if way == "leave" else 10)
 
     run(test)
+
+
+def test_a_status_counts_what_is_open(run: Callable[[Test], None]) -> None:
+    """Two sequences, one left: whoever asks is told, and blocks in use are those that are held."""
+
+    async def test(rig: Rig) -> None:
+        before = await rig.target.status()
+        assert before.num_workers >= 1 and (before.num_open, before.num_waiting, before.num_blocks_used) == (0, 0, 0)
+        async with rig.target.open(asking()):
+            async with rig.target.open(asking()):
+                assert (await rig.target.status()).num_open == 2
+            now = await rig.target.status()
+            assert now.num_open == 1 and now.num_blocks == before.num_blocks
+            assert now.num_blocks_used == (rig.held() if now.num_blocks else 0)
+        assert await eventually(lambda: rig.held() == 0)
+        assert replace(await rig.target.status(), num_passes=0, num_read=0, num_reused=0) == replace(before, num_passes=0)
+
+    run(test)
+
+
+def test_reuse_is_counted_alike_here_and_there(tmp_path: Path) -> None:
+    """What a worker has spared itself is the same number in this process and in a fleet behind gRPC, by request and in all."""
+
+    async def use(target: Target) -> list[int | TargetStatus]:
+        text, found = [i % 60 for i in range(80)], list[int | TargetStatus]()
+        for prompt, tenant in ((text, "me"), (text, "me"), (text[:70], "me"), (text, "other"), (text[1:], "me")):
+            async with target.open(replace(asking(prompt), tenant=tenant)) as sequence:
+                await sequence.step(tree_of(prompt[-1], len(prompt) - 1, []))
+                found.append(sequence.num_reused)
+        return [*found, await target.status()]
+
+    async def main() -> None:
+        async with local(tmp_path, "int8") as rig:
+            here = await use(rig.target)
+        assert here[:5] == [0, 64, 64, 0, 0]
+        status = here[5]
+        assert isinstance(status, TargetStatus)
+        assert (status.num_read, status.num_reused) == (79 + 15 + 5 + 79 + 78, 128) and status.num_blocks > 0
+        async with local(tmp_path, "int8") as rig:
+            server = await serve_target(rig.target, f"unix:{tmp_path}/worker.sock")
+            target = Fleet([place(server.address)])
+            await target.start()
+            assert await use(target) == here
+            await target.close()
+            assert await target.status() == TargetStatus(num_workers=0), "nobody is there"
+            await server.stop(None)
+
+    asyncio.run(main())
 
 
 def test_remote_adds_nothing(tmp_path: Path) -> None:

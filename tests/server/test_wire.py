@@ -18,7 +18,7 @@ from engine.drafters import Feedback
 from engine.errors import InvalidRequest, NotFound, UnsupportedParameter
 from engine.requests import GenerationRequest, SpeculationOptions
 from engine.server.wire import field_path, request_from_wire
-from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo
+from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.target import wire as target_wire
 from engine.tree import CandidateTree, CostCurve
 from tests.server.scripted import CONTROL, TOKENIZER
@@ -135,6 +135,14 @@ def test_sequence_requests_survive_the_wire(
 def test_model_info_survives_the_wire() -> None:
     """What a worker says about its model arrives as it was."""
     assert target_wire.info_from_wire(sent(target_wire.info_to_wire(INFO))) == INFO
+
+
+def test_a_status_survives_the_wire_and_adds_up() -> None:
+    """How a worker stands arrives as it was; two of them are their sums, none is nobody."""
+    one, other = TargetStatus(1, 2, 3, 4, 5, 2**40, 7, 8, 9), TargetStatus(num_blocks=10)
+    assert target_wire.status_from_wire(sent(target_wire.status_to_wire(one))) == one
+    assert TargetStatus.together([one, other]) == TargetStatus(2, 2, 3, 14, 5, 2**40, 7, 8, 9)
+    assert TargetStatus.together([]) == TargetStatus(num_workers=0)
 
 
 def test_numbers_too_large_for_an_array_are_refused() -> None:
