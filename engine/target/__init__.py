@@ -50,8 +50,8 @@ class TargetStatus:
 
     1. `num_open` sequences are open, `num_waiting` wait for their turn.
     2. `num_blocks_used` of `num_blocks` blocks of keys and values are held by open sequences; 0 of 0 where there are none.
-    3. `num_passes`; `num_read` tokens of prompts that were read, `num_reused` that needed no reading, `num_preempted` times that
-       a sequence lost its blocks, after which it reads, and counts, its tokens again.
+    3. `num_passes`; `num_read` tokens of prompts that were read, `num_reused` that needed no reading, `num_preempted` times
+       that a sequence lost its blocks, after which it reads, and counts, its tokens again.
     """
 
     num_workers: int = 1
