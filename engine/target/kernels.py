@@ -212,23 +212,21 @@ def checksum(words: Any) -> Any:
 
 
 def _dot_tile(instruction: str) -> Any:
-    """A register tile of an int8 product: c[r, :] = factor[r] * scale * (a[r] . b - offset) + bias, for up to TILE_ROWS rows.
+    """A register tile of an int8 product: sums[r, :] += a[r] . b, for up to TILE_ROWS rows.
 
-    a uint8 [rows, 4 steps], b int8 [steps, PANEL, 4]; offset int32, scale and bias float32 [PANEL]; c float32 [rows, PANEL].
-    The sums are integers, exact in 32 bits up to a width of 66,000. `ahead` bytes behind what is read, memory is asked for
-    early. `instruction` as in INSTRUCTION. Called with addresses, strides in bytes.
+    a uint8 [rows, 4 steps], b int8 [steps, PANEL, 4], sums int32 [rows, PANEL]: exact in 32 bits up to a width of 66,000.
+    Meanwhile memory is asked for that is wanted later: `pace` bytes a step, from the address `early` on. `instruction` as in
+    INSTRUCTION. Called with addresses, strides in bytes.
     """
 
     @intrinsic
     def product(
-        typing: Any, rows: Any, a: Any, a_stride: Any, b: Any, steps: Any, ahead: Any, factor: Any, offset: Any, scale: Any,
-        bias: Any, c: Any,
-    ) -> Any:  # fmt: skip
+        typing: Any, rows: Any, a: Any, a_stride: Any, b: Any, steps: Any, early: Any, pace: Any, sums: Any
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            byte, word, index, number = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-            words, numbers = ir.VectorType(word, LANES), ir.VectorType(number, LANES)
-            quads = ir.VectorType(byte, 4 * LANES)
-            rows, a, a_stride, b, steps, ahead, factor, offset, scale, bias, c = args
+            byte, word, index = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+            words, quads = ir.VectorType(word, LANES), ir.VectorType(byte, 4 * LANES)
+            rows, a, a_stride, b, steps, early, pace, sums = args
             vectors = range(PANEL // LANES)
 
             def function(name: str, result: Any, operands: list[Any]) -> Any:
@@ -240,10 +238,10 @@ def _dot_tile(instruction: str) -> Any:
             def load(base: Any, vector: int, kind: Any) -> Any:
                 return builder.load(pointer(base, index(4 * LANES * vector), kind), align=4)
 
-            def spread(value: Any, kind: Any) -> Any:
-                nothing = ir.Constant(kind, ir.Undefined)
+            def spread(value: Any) -> Any:
+                nothing = ir.Constant(words, ir.Undefined)
                 first = builder.insert_element(nothing, value, word(0))
-                return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(word, LANES), [0] * LANES))
+                return builder.shuffle_vector(first, nothing, ir.Constant(words, [0] * LANES))
 
             def pick(value: Any, which: range) -> Any:
                 chosen = ir.Constant(ir.VectorType(word, len(which)), list(which))
@@ -282,34 +280,64 @@ def _dot_tile(instruction: str) -> Any:
                 block = builder.append_basic_block()
                 switch.add_case(index(count), block)
                 builder.position_at_end(block)
-                cells = [(r, v) for r in range(count) for v in vectors]
-                sums = {cell: cgutils.alloca_once(builder, words) for cell in cells}
-                for r, v in cells:
-                    builder.store(builder.neg(load(offset, v, words)), sums[r, v])
+                cells = {(r, v): index(4 * (PANEL * r + LANES * v)) for r in range(count) for v in vectors}
+                totals = {cell: cgutils.alloca_once(builder, words) for cell in cells}
+                for cell, place in cells.items():
+                    builder.store(builder.load(pointer(sums, place, words), align=4), totals[cell])
                 with cgutils.for_range(builder, steps, intp=index) as loop:
+                    wanted = builder.add(early, builder.mul(loop.index, pace))
                     at = builder.add(b, builder.mul(loop.index, index(4 * PANEL)))
                     for v in vectors:
-                        early = pointer(at, builder.add(ahead, index(4 * LANES * v)), byte)
-                        builder.call(prefetch, [early, word(0), word(2), word(1)])
+                        builder.call(prefetch, [pointer(wanted, index(4 * LANES * v), byte), word(0), word(2), word(1)])
                     line = [load(at, v, quads) for v in vectors]
                     four = builder.add(a, builder.mul(loop.index, index(4)))
                     for r in range(count):
                         one = builder.load(pointer(four, builder.mul(a_stride, index(r)), word), align=4)
-                        same = builder.bitcast(spread(one, words), quads)
+                        same = builder.bitcast(spread(one), quads)
                         for v in vectors:
-                            builder.store(add_products(builder.load(sums[r, v]), same, line[v]), sums[r, v])
-                for r, v in cells:
-                    row_factor = spread(builder.load(pointer(factor, index(4 * r), number), align=4), numbers)
-                    value = builder.fmul(builder.sitofp(builder.load(sums[r, v]), numbers), load(scale, v, numbers))
-                    value = builder.fadd(builder.fmul(value, row_factor), load(bias, v, numbers))
-                    builder.store(value, pointer(c, index(4 * (PANEL * r + LANES * v)), numbers), align=4)
+                            builder.store(add_products(builder.load(totals[r, v]), same, line[v]), totals[r, v])
+                for cell, place in cells.items():
+                    builder.store(builder.load(totals[cell]), pointer(sums, place, words), align=4)
                 builder.branch(end)
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), generate
+        return types.void(*[types.int64] * 8), generate
 
     return product
+
+
+@intrinsic
+def _scale_sums(typing: Any, rows: Any, sums: Any, offset: Any, scale: Any, factor: Any, bias: Any) -> Any:
+    """(sums[r, :] - offset) * scale * factor[r] + bias for int32 sums [rows, PANEL], in their place, as float32.
+
+    offset int32, scale and bias float32 [PANEL]; factor float32 [rows]. Called with addresses: as a loop over arrays, to find
+    out that none overlaps another would take longer than the work.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, index, number = ir.IntType(32), ir.IntType(64), ir.FloatType()
+        words, numbers = ir.VectorType(word, PANEL), ir.VectorType(number, PANEL)
+        rows, sums, offset, scale, factor, bias = args
+
+        def pointer(base: Any, kind: Any) -> Any:
+            return builder.inttoptr(base, kind.as_pointer())
+
+        offset, scale, bias = (
+            builder.load(pointer(base, kind), align=4) for base, kind in ((offset, words), (scale, numbers), (bias, numbers))
+        )
+        with cgutils.for_range(builder, rows, intp=index) as loop:
+            place = builder.add(sums, builder.mul(loop.index, index(4 * PANEL)))
+            one = builder.load(pointer(builder.add(factor, builder.mul(loop.index, index(4))), number), align=4)
+            nothing = ir.Constant(numbers, ir.Undefined)
+            same = ir.Constant(ir.VectorType(word, PANEL), [0] * PANEL)
+            row_factor = builder.shuffle_vector(builder.insert_element(nothing, one, word(0)), nothing, same)
+            exact = builder.sub(builder.load(pointer(place, words), align=4), offset)
+            value = builder.fmul(builder.fmul(builder.sitofp(exact, numbers), scale), row_factor)
+            builder.store(builder.fadd(value, bias), pointer(place, numbers), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
 
 
 INSTRUCTION = next((name for name in ("avx512vnni", "avx2") if get_host_cpu_features().get(name)), "")
@@ -323,6 +351,7 @@ TILE_ROWS = 12 if INSTRUCTION == "avx512vnni" else 3
 _dot = _dot_tile(INSTRUCTION)
 
 _AHEAD = 1 << 13  # bytes between a weight in use and the one asked for early
+_PART = 128  # steps after which it is the next tile's turn: the weights of two parts fit into the quickest cache
 
 
 @_jit
@@ -337,42 +366,60 @@ def multiply_panel(
     With `gated` a panel is 16 columns of a gate and the 16 of its counterpart: out = silu(gate) * up, silu(x) = x / (1 + e^-x).
     """
     num_rows, steps = a.shape[0], packed.shape[1]
-    groups = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    tile = np.empty((TILE_ROWS, PANEL), np.float32)
-    minus = np.empty(TILE_ROWS * LANES, np.float32)
-    power = np.empty(TILE_ROWS * LANES, np.float32)
+    sums = np.zeros((num_rows, PANEL), np.int32)
+    _add_products(a, packed.ctypes.data + panel * steps * PANEL * 4, steps, sums)
+    at = 4 * panel * PANEL
+    _scale_sums(
+        num_rows, sums.ctypes.data, offset.ctypes.data + at, scale.ctypes.data + at, factor.ctypes.data, bias.ctypes.data + at
+    )
+    product = sums.view(np.float32)
     columns = LANES if gated else PANEL
     left = panel * columns
     columns = min(columns, out.shape[1] - left)
-    at, at_scale = packed.ctypes.data + panel * steps * PANEL * 4, 4 * panel * PANEL
-    first = 0
-    for group in range(groups):
-        count = (num_rows - first + groups - group - 1) // (groups - group)
-        if groups > 1:
-            ahead = steps * PANEL * 4 if group == 0 else 0
-        else:
-            ahead = _AHEAD if count > 4 else 0  # with few rows the processor looks ahead well enough by itself
-        _dot(
-            count, a.ctypes.data + first * a.shape[1], a.shape[1], at, steps, ahead, factor.ctypes.data + 4 * first,
-            offset.ctypes.data + at_scale, scale.ctypes.data + at_scale, bias.ctypes.data + at_scale, tile.ctypes.data,
-        )  # fmt: skip
-        if gated:
-            for r in range(count):
-                for j in range(LANES):
-                    minus[r * LANES + j] = -tile[r, j]
-            exp_rows(minus[: count * LANES], power)
-            for r in range(count):
-                for j in range(columns):
-                    out[first + r, left + j] = tile[r, j] / (_ONE + power[r * LANES + j]) * tile[r, LANES + j]
-        elif len(residual):
-            for r in range(count):
-                for j in range(columns):
-                    out[first + r, left + j] = residual[first + r, left + j] + tile[r, j]
-        else:
-            for r in range(count):
-                for j in range(columns):
-                    out[first + r, left + j] = tile[r, j]
-        first += count
+    if gated:
+        minus, power = np.empty(num_rows * LANES, np.float32), np.empty(num_rows * LANES, np.float32)
+        for r in range(num_rows):
+            for j in range(LANES):
+                minus[r * LANES + j] = -product[r, j]
+        exp_rows(minus, power)
+        for r in range(num_rows):
+            for j in range(columns):
+                out[r, left + j] = product[r, j] / (_ONE + power[r * LANES + j]) * product[r, LANES + j]
+    elif len(residual):
+        for r in range(num_rows):
+            for j in range(columns):
+                out[r, left + j] = residual[r, left + j] + product[r, j]
+    else:
+        for r in range(num_rows):
+            for j in range(columns):
+                out[r, left + j] = product[r, j]
+
+
+@_jit
+def _add_products(a: Any, weights: int, steps: int, sums: Any) -> None:
+    """sums [n, PANEL] += a . the panel at the address `weights`.
+
+    Where the rows need several tiles, they take turns with one part of the weights after another, and each asks memory for its
+    share of the next part: computing and reading go on side by side all the time.
+    """
+    num_rows = len(a)
+    tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    part = steps if tiles == 1 else _PART
+    for begin in range(0, steps, part):
+        count = min(part, steps - begin)
+        at = weights + begin * PANEL * 4
+        first = 0
+        for tile in range(tiles):
+            rows = (num_rows - first + tiles - tile - 1) // (tiles - tile)
+            if tiles == 1:
+                early = at + (_AHEAD if rows > 4 else 0)  # with few rows the processor looks ahead well enough by itself
+            else:
+                early = at + (count + count * tile // tiles) * PANEL * 4
+            _dot(
+                rows, a.ctypes.data + first * a.shape[1] + 4 * begin, a.shape[1], at, count, early, PANEL * 4 // tiles,
+                sums.ctypes.data + first * PANEL * 4,
+            )  # fmt: skip
+            first += rows
 
 
 # ---- KV storage: keys [blocks, kv heads, head dim, BLOCK], values [blocks, kv heads, BLOCK, head dim]
@@ -529,38 +576,6 @@ def _multiply_add(a: Any, b: Any, c: Any) -> None:
                     _tile_1x1(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
                 row += 1
         column += 64 if wide else 16
-
-
-@_jit
-def route(x: Any, weight: Any, num_experts: int, normalized: bool, ids: Any, shares: Any) -> None:
-    """Which experts each row of x [n, width] goes to, and with what share: the softmax of x times `weight`, its largest.
-
-    weight [width, num_experts or more], filled up to a multiple of 16 columns; ids int64 and shares [n, k], best first, ties to
-    the lower id. With `normalized` a row's shares add up to 1.
-    """
-    probs, shifted = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
-    logits = np.zeros((x.shape[0], weight.shape[1]), np.float32)
-    _multiply_add(x, weight, logits)
-    for row in range(x.shape[0]):
-        top = _highest(logits[row, :num_experts])
-        for e in range(num_experts):
-            shifted[e] = logits[row, e] - top
-        exp_rows(shifted, probs)
-        total = _sum(probs)
-        for e in range(num_experts):
-            probs[e] /= total
-        chosen = np.float32(0.0)
-        for k in range(ids.shape[1]):
-            best = 0
-            for e in range(1, num_experts):
-                if probs[e] > probs[best]:
-                    best = e
-            ids[row, k], shares[row, k] = best, probs[best]
-            chosen += probs[best]
-            probs[best] = np.float32(-1.0)
-        if normalized:
-            for k in range(ids.shape[1]):
-                shares[row, k] /= chosen
 
 
 @_jit
