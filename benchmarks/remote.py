@@ -49,6 +49,7 @@ class Timing:
 
     waited: list[float]
     passes: list[float]
+    tokens_per_second: float = 0.0
 
     @property
     def overhead(self) -> float:
@@ -56,19 +57,20 @@ class Timing:
 
     def row(self, name: str) -> tuple[str, ...]:
         """The cells of the table behind the first."""
-        return name, *(f"{number:.2f}" for number in (median(self.waited), median(self.passes), self.overhead))
+        milliseconds = (median(self.waited), median(self.passes), self.overhead)
+        return name, *(f"{number:.2f}" for number in milliseconds), f"{self.tokens_per_second:.0f}"
 
 
 async def stream(target: Target, number: int, steps: int, nodes: int, timing: Timing) -> None:
     """One sequence, its candidates drawn at random."""
     random = np.random.default_rng(number)
     prompt = random.integers(0, target.info.vocab_size, 200).astype(np.int32)
+    drawn = np.stack([random.choice(target.info.vocab_size, nodes + 1, replace=False) for _ in range(steps)]).astype(np.int32)
     limits = Limits(4 * steps + 16)
     request = SequenceRequest(prompt, SamplingParams(), limits, "default", feedback_top_k=TOP_K, feedback_prompt=0)
     async with target.open(request) as sequence:
         root, position = int(prompt[-1]), len(prompt) - 1
-        for _ in range(steps):
-            tokens = random.permutation(target.info.vocab_size)[: nodes + 1].astype(np.int32)
+        for tokens in drawn:
             tokens[0] = root
             tree = CandidateTree(
                 tokens,
@@ -89,7 +91,9 @@ async def measure(target: Target, streams: int, steps: int, nodes: int) -> Timin
     """All streams at once; the first few steps are left out."""
     await asyncio.gather(*(stream(target, i, 4, nodes, Timing([], [])) for i in range(streams)))
     timing = Timing([], [])
+    start = time.perf_counter()
     await asyncio.gather(*(stream(target, i, steps, nodes, timing) for i in range(streams)))
+    timing.tokens_per_second = streams * steps / (time.perf_counter() - start)
     return timing
 
 
@@ -161,7 +165,7 @@ def main(
     """Print the table."""
     table = Table(box=None, header_style="bold")
     table.add_column("worker")
-    for header in ("streams", "waited ms", "pass ms", "overhead ms"):
+    for header in ("streams", "waited ms", "pass ms", "overhead ms", "tokens/s"):
         table.add_column(header, justify="right")
     figures = asyncio.run(run(model, [int(n) for n in streams.split(",")], steps, nodes, beside, table))
     Console().print(table)

@@ -127,7 +127,7 @@ def walk(tree: CandidateTree, choose: Callable[[int, list[int]], int], limits: L
         token = choose(node, emitted)
         emitted.append(token)
         finish = _finish(token, num_emitted + len(emitted), limits)
-        child = -1 if finish else _child(tree, node, token)
+        child = -1 if finish else child_of(tree, node, token)
         if child < 0:
             return Walk(np.array(path, np.int32), np.array(emitted, np.int32), finish)
         path.append(child)
@@ -141,7 +141,7 @@ def _finish(token: int, count: int, limits: Limits) -> str:
     return LENGTH if count >= limits.max_tokens else ""
 
 
-def _child(tree: CandidateTree, node: int, token: int) -> int:
+def child_of(tree: CandidateTree, node: int, token: int) -> int:
     """The candidate child of `node` with this token, -1 if there is none."""
     hits = np.flatnonzero((tree.parents == node) & (tree.tokens == token) & (tree.roles == CANDIDATE))
     return int(hits[0]) if len(hits) else -1

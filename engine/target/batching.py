@@ -172,21 +172,24 @@ class Batcher(Generic[Owner, Answer]):
     `run(works)` performs one pass over some of the wishes, given in the order in which they came, and says for each its answer,
     an exception, which goes to its owner alone, or LATER: it keeps its place. Where all must wait, nothing is run until there
     is a new wish, somebody calls `wake`, or a moment has passed.
-    """
 
-    _GATHER = 0.0005
-    """Seconds to wait for the trees of other open sequences."""
+    A pass waits for those that may soon have a wish: until `patience(works)` seconds have gone since it could have begun, 0
+    once there is nobody to wait for.
+    """
 
     _MOMENT = 0.1
     """Seconds after which wishes that had to wait are tried again."""
 
-    def __init__(self, run: Callable[[list[Work[Owner, Answer]]], list[Answer | Exception | Later]]) -> None:
+    def __init__(
+        self,
+        run: Callable[[list[Work[Owner, Answer]]], list[Answer | Exception | Later]],
+        patience: Callable[[list[Work[Owner, Answer]]], float] = lambda works: 0.0,
+    ) -> None:
         self._run = run
+        self._patience = patience
         self._waiting: list[Work[Owner, Answer]] = []
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
-        self.num_stepping = 0
-        """Sequences that are between open and finish, so may send a tree soon."""
 
     async def submit(self, owner: Owner, tree: CandidateTree | None = None) -> Answer:
         """The answer to one wish. If the caller is cancelled while waiting, the wish is withdrawn."""
@@ -204,9 +207,7 @@ class Batcher(Generic[Owner, Answer]):
 
     async def _serve(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)
-            if sum(work.tree is not None for work in self._waiting) < self.num_stepping:
-                await asyncio.sleep(self._GATHER)
+            await self._gather()
             self._waiting = batch = [work for work in self._waiting if not work.done.done()]
             if not batch:
                 continue
@@ -224,5 +225,18 @@ class Batcher(Generic[Owner, Answer]):
                 else:
                     work.done.set_result(answer)
             if len(self._waiting) == len(batch):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._MOMENT)
+                await self._hear(self._MOMENT)
+
+    async def _gather(self) -> None:
+        """Let everybody have a turn, and wait for those that may come soon."""
+        await asyncio.sleep(0)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while (left := began + self._patience(self._waiting) - clock()) > 0:
+            self._news.clear()
+            await self._hear(left)
+
+    async def _hear(self, seconds: float) -> None:
+        """Wait for news, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)

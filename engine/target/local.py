@@ -20,6 +20,7 @@ from engine import kernels as core_kernels
 from engine.drafters import Feedback
 from engine.errors import Exhausted
 from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus
+from engine.target.ahead import Ahead
 from engine.target.attention import Part, Pass
 from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
 from engine.target.cache import KVStorage, KVTable, num_blocks
@@ -31,6 +32,13 @@ from engine.tree import CandidateTree, CostCurve
 
 _CHUNK = 256
 """Most rows of a pass that read prompts, of all sequences together: so long do others wait at most."""
+
+_PATIENCE = 0.5
+"""A pass waits for trees that are late, at most for this share of the last pass's time if all were late: what it costs those that
+are there is then less than what a missed pass costs those that are not."""
+
+_MOST_AHEAD = 4
+"""Tokens that a sequence goes on by without being asked."""
 
 _IDLE = 1.0
 """Seconds after which a sequence whose engine sends nothing may lose its memory to any other."""
@@ -78,10 +86,11 @@ class LocalTarget:
         self.meter = CostMeter()
         self.counts = Counts()
         self._model = model
-        self._batcher: Batcher[LocalSequence, StepResult | None] = Batcher(self._run)
+        self._batcher: Batcher[LocalSequence, StepResult | None] = Batcher(self._run, self._patience)
         self._admission = Admission(max_sequences, max_waiting)
         self._open: list[LocalSequence] = []
         self._num_opened = 0
+        self._last_seconds = 0.0
         self._secret = secrets.token_bytes(32)
         core_kernels.warmup()
         if curve is not None:
@@ -132,11 +141,8 @@ class LocalTarget:
             self._open.append(sequence)
             try:
                 await self._read(sequence)
-                self._batcher.num_stepping += 1
-                try:
-                    yield sequence
-                finally:
-                    self._batcher.num_stepping -= 1
+                sequence.is_open = sequence.is_expected = True
+                yield sequence
             finally:
                 self._open.remove(sequence)
                 sequence.table.close()
@@ -184,17 +190,26 @@ class LocalTarget:
         while sequence.num_missing:
             await self._batcher.submit(sequence)
 
+    def _patience(self, works: list[Work[LocalSequence, StepResult | None]]) -> float:
+        """How many seconds a pass of `works` should wait for others' trees."""
+        there = {work.owner for work in works}
+        num_late = sum(owner.is_expected for owner in self._open if owner not in there)
+        return _PATIENCE * self._last_seconds * num_late / max(num_late + len(there), 1)
+
     def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | Exception | Later | None]:
         """One pass. A tree is cut to what pays and to the KV memory left; who finds no memory for a root waits.
+
+        Sequences that sent no tree in time step by their roots alone, and keep the token until they are asked.
 
         A tree whose sequence lost its memory gets None, as does a wish to read on: the sequence knows how far it is.
         """
         start = time.perf_counter()
         answers: list[StepResult | Exception | Later | None] = [LATER] * len(works)
-        packed = self._pack(works, self._find_room(works, answers))
-        if not packed:
+        ready = self._find_room(works, answers)
+        if not ready:
             return answers
-        everything = Pass(self.storage, [Part(works[rows.index].owner.table, rows.parents) for rows in packed])
+        packed = self._pack(works, ready)
+        everything = Pass(self.storage, [Part(rows.owner.table, rows.parents) for rows in packed])
         verified = np.concatenate(
             [
                 everything.firsts[at] + np.arange(len(rows.tokens) - rows.num_heard, len(rows.tokens), dtype=np.int32)
@@ -203,7 +218,7 @@ class LocalTarget:
         )
         all_tokens = np.concatenate([rows.tokens for rows in packed])
         logits = self._model.forward(all_tokens, everything, verified)
-        seconds = time.perf_counter() - start
+        self._last_seconds = seconds = time.perf_counter() - start
         num_read = sum(len(rows.tokens) for rows in packed if rows.tree is None)
         if not num_read:
             self.meter.observe(len(all_tokens), seconds)
@@ -212,15 +227,19 @@ class LocalTarget:
         curve = self.curve if self.counts.num_passes % _CURVE_EVERY == 0 else None
         first = 0
         for rows in packed:
-            owner = works[rows.index].owner
             mine = logits[first : first + rows.num_heard]
             first += rows.num_heard
+            if rows.index < 0:
+                assert rows.tree is not None
+                self.counts.num_unasked += 1
+                rows.owner.go_ahead(rows.tree, mine)
+                continue
             try:
                 if rows.tree is None:
-                    owner.finish_chunk(len(rows.tokens), mine)
+                    rows.owner.finish_chunk(len(rows.tokens), mine)
                     answers[rows.index] = None
                 else:
-                    answers[rows.index] = owner.finish_step(rows.tree, mine, curve, seconds)
+                    answers[rows.index] = rows.owner.finish_step(rows.tree, mine, curve, seconds)
             except Exception as error:  # one sequence's sampling is no other's concern
                 answers[rows.index] = error
         return answers
@@ -276,23 +295,30 @@ class LocalTarget:
         self.counts.num_preempted += 1
 
     def _pack(self, works: list[Work[LocalSequence, StepResult | None]], ready: list[int]) -> list[_Packed]:
-        """The rows of a pass: a part of every text to be read, in turn, and all trees, cut together."""
+        """The rows of a pass: a part of every text to be read, in turn, and all trees, cut together, with the roots of those
+        that have not been asked to step. Nobody loses memory for these."""
         chunks, left = list[_Packed](), _CHUNK
         for i in ready:
             if works[i].tree is None and left:
                 tokens = works[i].owner.next_chunk(left)
                 left -= len(tokens)
-                chunks.append(_Packed.of_chunk(i, tokens, works[i].owner.num_heard(len(tokens))))
+                chunks.append(_Packed.of_chunk(i, works[i].owner, tokens))
         num_read = _CHUNK - left
-        trees = [(i, tree) for i in ready if (tree := works[i].tree) is not None]
+        trees = [(i, works[i].owner, tree) for i in ready if (tree := works[i].tree) is not None]
+        asked = {work.owner for work in works}
+        for owner in self._open:
+            if owner not in asked:
+                owner.is_expected = False
+                if owner.may_go_ahead and owner.table.room:
+                    owner.table.reserve(1)
+                    trees.append((-1, owner, owner.root))
         most = self.info.max_rows + num_read
-        cut = cut_together([tree for _, tree in trees], self.curve, most, num_read, self.meter.explores())
+        cut = cut_together([tree for _, _, tree in trees], self.curve, most, num_read, self.meter.explores())
         packed = list[_Packed]()
-        for (i, _), tree in zip(trees, cut, strict=True):
-            table = works[i].owner.table
-            fitting = tree.cut(table.room)
-            table.reserve(len(fitting))
-            packed.append(_Packed.of_tree(i, fitting))
+        for (i, owner, _), tree in zip(trees, cut, strict=True):
+            fitting = tree.cut(owner.table.room)
+            owner.table.reserve(len(fitting))
+            packed.append(_Packed.of_tree(i, owner, fitting))
         return packed + chunks
 
     def _measure(self) -> None:
@@ -314,40 +340,45 @@ class LocalTarget:
 
 @dataclass
 class Counts:
-    """What a worker has done so far: passes, tokens read and tokens whose keys and values were there already, preemptions."""
+    """What a worker has done so far: passes, tokens read and tokens whose keys and values were there already, preemptions, and
+    steps that nobody had asked for."""
 
     num_passes: int = 0
     num_read: int = 0
     num_reused: int = 0
     num_preempted: int = 0
+    num_unasked: int = 0
 
 
 @dataclass(frozen=True)
 class _Packed:
     """The rows of wish `index` in a pass: a cut tree, or a chunk of a prompt (a chain; `tree` is None).
 
-    The logits of the last `num_heard` are wanted: all of a tree's.
+    The logits of the last `num_heard` are wanted: all of a tree's. An `index` of -1 is nobody's wish.
     """
 
     index: int
+    owner: LocalSequence
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     tree: CandidateTree | None
     num_heard: int
 
     @staticmethod
-    def of_tree(index: int, tree: CandidateTree) -> _Packed:
-        return _Packed(index, tree.tokens, tree.parents, tree, len(tree))
+    def of_tree(index: int, owner: LocalSequence, tree: CandidateTree) -> _Packed:
+        return _Packed(index, owner, tree.tokens, tree.parents, tree, len(tree))
 
     @staticmethod
-    def of_chunk(index: int, chunk: NDArray[np.int32], num_heard: int) -> _Packed:
-        return _Packed(index, chunk, np.arange(-1, len(chunk) - 1, dtype=np.int32), None, num_heard)
+    def of_chunk(index: int, owner: LocalSequence, chunk: NDArray[np.int32]) -> _Packed:
+        parents = np.arange(-1, len(chunk) - 1, dtype=np.int32)
+        return _Packed(index, owner, chunk, parents, None, owner.num_heard(len(chunk)))
 
 
 class LocalSequence:
     """One open sequence: its tokens, its KV table and its sampler.
 
-    The table holds all tokens but the last, or, while they are being read, a first part of those.
+    1. The table holds all tokens but the last, the root, or, while they are being read, a first part of those.
+    2. The last of the tokens, as many as there are steps in `_ahead`, are not delivered.
     """
 
     def __init__(self, target: LocalTarget, request: SequenceRequest) -> None:
@@ -356,12 +387,18 @@ class LocalSequence:
         self.number = target.next_number()
         self.num_reused = 0
         self.last_active = time.monotonic()
+        self.is_open = False
+        """Whether it steps, its prompt being read."""
+        self.is_expected = False
+        """Whether its tree, which pays for the wait, may soon be there: it was answered, and no pass has begun since."""
         self._target = target
         self._request = request
         self._tokens = request.prompt.astype(np.int32)
         self._names = target.names_for(request.tenant)
         self._sampler = Sampler(request, target.info.vocab_size, target.info.context_length)
-        self._finished = False
+        self._finished = self._failed = False
+        self._ahead = Ahead()
+        self._pays = True
         self._heard: list[NDArray[np.int32]] = []
         self._unheard = len(request.prompt) - 1 - prompt_rows(request)
 
@@ -414,24 +451,58 @@ class LocalSequence:
         if self.table.length // BLOCK > before:
             self.table.publish(self._names.of(self._tokens[: self.table.length]))
 
+    @property
+    def root(self) -> CandidateTree:
+        """The tree of the last token alone."""
+        return CandidateTree.root_only(int(self._tokens[-1]), len(self._tokens) - 1)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that are not delivered."""
+        return len(self._ahead)
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether it could step unasked."""
+        stopped = self._finished or self._failed or self.num_missing
+        return self.is_open and not stopped and self.num_ahead < _MOST_AHEAD
+
+    def go_ahead(self, root: CandidateTree, logits: NDArray[np.float32]) -> None:
+        """Commit the token after the root, and keep the step. One that fails fails again, and is told, when it is asked for."""
+        try:
+            self._ahead.put(self._commit_step(root, logits))
+        except Exception:
+            self._failed = True
+
     async def step(self, tree: CandidateTree) -> StepResult:
         """See engine.target.TargetSequence."""
-        check_step(tree, self._target.info, int(self._tokens[-1]), len(self._tokens) - 1, self._finished)
+        at = len(self._tokens) - 1 - self.num_ahead
+        check_step(tree, self._target.info, int(self._tokens[at]), at, self._finished and not self.num_ahead)
         tree = tree.cut(self._target.info.max_rows)
         room = self._target.info.context_length - tree.position
-        return await self._target.verify(self, tree if len(tree) <= room else _shallow(tree, room))
+        followed = self._ahead.follow(tree if len(tree) <= room else _shallow(tree, room))
+        if followed.rest is not None:
+            return followed.answer(await self._target.verify(self, followed.rest))
+        self.is_expected = self._pays and not self.num_ahead and not self._finished
+        return followed.answer(None)
 
     def finish_step(
         self, tree: CandidateTree, logits: NDArray[np.float32], curve: CostCurve | None, seconds: float
     ) -> StepResult:
         """Walk the verified tree (logits float32 [len(tree), vocab]), commit the accepted rows and answer."""
+        result = self._commit_step(tree, logits)
+        self._pays = len(tree) > 1
+        self.is_expected = self._pays and not self._finished
+        if curve is not None:
+            self.curve = curve
+        return replace(result, curve=curve, seconds=seconds)
+
+    def _commit_step(self, tree: CandidateTree, logits: NDArray[np.float32]) -> StepResult:
         result = self._sampler.step(tree, logits)
         self._tokens = np.concatenate([self._tokens, result.tokens])
         self._commit(np.concatenate(([0], result.path)).astype(np.int32))
         self._finished = bool(result.finish)
-        if curve is not None:
-            self.curve = curve
-        return replace(result, curve=curve, seconds=seconds)
+        return result
 
 
 def _shallow(tree: CandidateTree, room: int) -> CandidateTree:

@@ -225,16 +225,26 @@ def test_wishes_that_come_together_share_a_pass() -> None:
 
 
 def test_others_that_may_come_soon_are_waited_for() -> None:
-    """With more sequences stepping than trees waiting, a pass waits a moment and takes along who comes meanwhile."""
+    """While there is patience a pass waits, and takes along who comes meanwhile; when it is at an end the pass begins."""
+    log: Log = []
+    seconds = [10.0]
 
-    async def body(batcher: Batcher[str, str], log: Log) -> None:
-        batcher.num_stepping = 2
+    def run(works: list[Work[str, str]]) -> Answers:
+        log.append([work.owner for work in works])
+        return [work.owner for work in works]
+
+    async def main() -> None:
+        batcher: Batcher[str, str] = Batcher(run, lambda works: seconds[0] if len(works) < 2 else 0.0)
         first = asyncio.create_task(batcher.submit("a", root()))
-        for _ in range(4):
+        for _ in range(20):
             await asyncio.sleep(0)
-        assert await batcher.submit("b", root()) == "B" and await first == "A"
+        assert not log
+        assert await batcher.submit("b", root()) == "b" and await first == "a"
+        seconds[0] = 0.001
+        assert await batcher.submit("c", root()) == "c"
 
-    assert play(body) == [["a", "b"]]
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert log == [["a", "b"], ["c"]]
 
 
 def test_wishes_that_wait_keep_their_place() -> None:

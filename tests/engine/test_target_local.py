@@ -208,8 +208,9 @@ class Broken(Sampler):
         raise ArithmeticError("this sampler fails")
 
 
-def test_what_breaks_in_one_sequence_stays_there() -> None:
+def test_what_breaks_in_one_sequence_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence whose sampling fails in a shared pass gets its error; its neighbour in that pass its tokens; all is freed."""
+    monkeypatch.setattr("engine.target.local._MOST_AHEAD", 0)
     target = local()
     request = request_of(PROMPT, max_tokens=6)
     plain, _ = speculate(fake(target), request, {})
@@ -285,7 +286,7 @@ def test_an_idle_sequence_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> list[int]:
         async with target.open(first) as silent:
             assert (await decode(target, second, {})).tokens == plain[1]
-            assert silent.num_missing == 99
+            assert silent.num_missing >= 99
             token, said = 1, list[int]()
             while len(said) < 20:
                 result = await silent.step(CandidateTree.root_only(token, 99 + len(said)))
