@@ -345,7 +345,7 @@ INSTRUCTION = next((name for name in ("avx512vnni", "avx2") if get_host_cpu_feat
 sums of pairs, a quarter as fast; or neither, when general code is slow. The numbers are the same.
 """
 
-TILE_ROWS = 12 if INSTRUCTION == "avx512vnni" else 3
+TILE_ROWS = 14 if INSTRUCTION == "avx512vnni" else 3
 """Rows whose sums fit into the registers."""
 
 _dot = _dot_tile(INSTRUCTION)
@@ -864,7 +864,7 @@ def multiply(
 ) -> None:
     """`multiply_panel` for all panels, on all threads. `team` as in `threads.team`."""
     panels, steps = packed.shape[0], packed.shape[1]
-    most = max(1, panels // (8 * team[1]))  # so that threads end together
+    most = max(1, panels // (32 * team[1]))  # so that threads end together
     args = np.zeros(_PRODUCT_FIELDS, np.int64)
     args[1], args[2], args[3] = len(a), steps, panels
     args[4], args[5] = min(most, max(1, _RUN_BYTES // (4 * PANEL * steps))), out.shape[1]
