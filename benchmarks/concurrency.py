@@ -1,17 +1,23 @@
-"""Whether speculation ever costs anything: tokens/s of so many requests at once, with drafts and without, taken in turn.
+"""Whether speculation ever costs anything: tokens/s of so many clients at once, with drafts and without, taken in turn.
 
     python benchmarks/concurrency.py --model smollm2-135m
     python benchmarks/concurrency.py --model qwen2.5-coder-1.5b --levels 1,4,16 --tokens 32
 
 Completions of code with a corpus of the prompts' own older release (the pair `pydantic` of complete.py), through the worker in
-this process. Each level is run `--rounds` times both ways, in changing order; a ratio is the median of the rounds' ratios.
-The clock runs while none is still reading its prompt or done. Prints a table; the last line is JSON, with the worker's counts.
+this process. Every client sends its next request when the last one is answered; tokens/s are all tokens over the time from the
+first request to the last answer. Prompts were read before, so that little of that time is reading, and nobody learns from
+answers. Each level is run `--rounds` times both ways, in changing order; a ratio is the median of the rounds' ratios. Beside it
+stand tokens a step, nodes a step and the share of a client's time that goes into drafting, while others wait for their turn too.
+
+Prints a table; the last line is JSON, with the worker's counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,28 +25,79 @@ import typer
 from _common import console, load_target
 from complete import make_pair, prompts
 from rich.table import Table
-from worker import answer, indexed_engine, rate
+from worker import indexed_engine
+
+from engine.acceptance import SamplingParams
+from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions
+
+
+@dataclass
+class Client:
+    """What one client got: its answers, and what drafting did for them."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    num_steps: int = 0
+    num_nodes: int = 0
+    draft_seconds: float = 0.0
+
+    async def ask(self, engine: Any, text: str, tokens: int, speculate: bool) -> None:
+        options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else (), use_history=False, learn=False)
+        request = GenerationRequest(
+            tenant="default", prompt=text, max_tokens=tokens, sampling=SamplingParams(), ignore_eos=True, speculation=options
+        )
+        answer: list[int] = []
+        async for event in engine.generate(request):
+            if isinstance(event, Chunk):
+                answer.extend(event.tokens)
+            elif isinstance(event, Final):
+                self.num_steps += event.statistics.num_steps
+                self.num_nodes += event.statistics.num_nodes
+                self.draft_seconds += event.statistics.draft_seconds
+        self.answers.append(answer)
+
+
+async def turn(
+    engine: Any, texts: list[str], level: int, requests: int, tokens: int, speculate: bool
+) -> tuple[list[Client], float]:
+    """`level` clients, each with `requests` requests one after the other, and the seconds it took."""
+
+    async def serve(number: int) -> Client:
+        client = Client()
+        for i in range(requests):
+            await client.ask(engine, texts[(number + i * level) % len(texts)], tokens, speculate)
+        return client
+
+    start = time.perf_counter()
+    clients = await asyncio.gather(*(serve(number) for number in range(level)))
+    return list(clients), time.perf_counter() - start
 
 
 async def measure(
-    model: str, target: Any, tokenizer: Any, texts: list[str], levels: list[int], tokens: int, rounds: int
+    model: str, target: Any, tokenizer: Any, texts: list[str], levels: list[int], requests: int, tokens: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """By level: tokens/s both ways, their ratio, and the share of texts that agree."""
+    """By level: tokens/s both ways, their ratio, what drafting did, and the share of texts that agree."""
     found: dict[str, dict[str, Any]] = {}
     async with indexed_engine(model, target, tokenizer, texts[0][:200]) as engine:
+        for speculate in (False, True):
+            await turn(engine, texts, len(texts), 1, 1, speculate)
         for level in levels:
-            speeds: dict[bool, list[float]] = {False: [], True: []}
-            said: dict[bool, list[list[int]]] = {}
-            for turn in range(rounds):
-                for speculate in (turn % 2 == 1, turn % 2 == 0):
-                    answers = await asyncio.gather(*(answer(engine, text, tokens, speculate) for text in texts[:level]))
-                    speeds[speculate].append(rate(answers) or float("nan"))
-                    said[speculate] = [each.tokens for each in answers]
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            said: dict[bool, list[Client]] = {}
+            for i in range(rounds):
+                for speculate in (i % 2 == 1, i % 2 == 0):
+                    said[speculate], took = await turn(engine, texts, level, requests, tokens, speculate)
+                    seconds[speculate].append(took)
+            answers = {way: [each for client in said[way] for each in client.answers] for way in said}
+            num_tokens = sum(map(len, answers[True]))
+            num_steps = sum(client.num_steps for client in said[True])
             found[str(level)] = {
-                "plain": median(speeds[False]),
-                "speculative": median(speeds[True]),
-                "ratio": median(b / a for a, b in zip(speeds[False], speeds[True], strict=True)),
-                "identical": sum(a == b for a, b in zip(said[False], said[True], strict=True)) / level,
+                "plain": num_tokens / median(seconds[False]),
+                "speculative": num_tokens / median(seconds[True]),
+                "ratio": median(off / on for off, on in zip(seconds[False], seconds[True], strict=True)),
+                "tokens_per_step": num_tokens / num_steps,
+                "nodes_per_step": sum(client.num_nodes for client in said[True]) / num_steps,
+                "draft_share": sum(client.draft_seconds for client in said[True]) / level / seconds[True][-1],
+                "identical": sum(a == b for a, b in zip(answers[False], answers[True], strict=True)) / len(answers[True]),
             }
             console.print(f"{level}: {found[str(level)]['ratio']:.2f}")
     return found
@@ -50,22 +107,25 @@ def main(
     model: Annotated[str, typer.Option(help="a model name, folder or file")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="int8, float32 or bfloat16")] = "int8",
     threads: Annotated[int | None, typer.Option(help="threads of a pass; by default one per core")] = None,
-    levels: Annotated[str, typer.Option(help="how many requests at once")] = "1,2,4,8,16,32",
+    levels: Annotated[str, typer.Option(help="how many clients at once")] = "1,2,4,8,16,32",
     tokens: Annotated[int, typer.Option(help="new tokens of a request")] = 48,
-    prompt: Annotated[int, typer.Option(help="most tokens of a prompt")] = 300,
+    requests: Annotated[int, typer.Option(help="requests of a client")] = 2,
+    prompt: Annotated[int, typer.Option(help="most tokens of a prompt")] = 200,
     rounds: Annotated[int, typer.Option(help="times that each level is run both ways")] = 3,
 ) -> None:
     """Measure, print a table, then one line of JSON."""
     tokenizer, target = load_target(model, dtype, threads)
     wanted = [int(level) for level in levels.split(",")]
     _, _, completions = make_pair("pydantic")
-    texts = prompts(completions, max(wanted), "line", tokenizer, prompt)
-    found = asyncio.run(measure(model, target, tokenizer, texts, wanted, tokens, rounds))
-    table = Table("requests at once", "plain, tokens/s", "speculative", "ratio", "identical")
+    texts = prompts(completions, min(requests * max(wanted), 32), "line", tokenizer, prompt)
+    found = asyncio.run(measure(model, target, tokenizer, texts, wanted, requests, tokens, rounds))
+    table = Table(
+        "clients", "plain, tokens/s", "speculative", "ratio", "tokens a step", "nodes a step", "drafting", "identical", box=None
+    )
     for level, row in found.items():
         table.add_row(
-            level, f"{row['plain']:.1f}", f"{row['speculative']:.1f}", f"{row['ratio']:.2f}",
-            f"{row['identical']:.0%}",
+            level, f"{row['plain']:.1f}", f"{row['speculative']:.1f}", f"{row['ratio']:.2f}", f"{row['tokens_per_step']:.2f}",
+            f"{row['nodes_per_step']:.1f}", f"{row['draft_share']:.0%}", f"{row['identical']:.0%}",
         )  # fmt: skip
     console.print(table)
     counts = vars(target.counts)

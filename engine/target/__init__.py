@@ -79,7 +79,8 @@ class SequenceRequest:
     2. `num_logprobs`: -1 none, 0 the emitted token's only, k the k likeliest beside it.
     3. `feedback_top_k`: how many likeliest next tokens to return for every verified node; 0 none.
     4. `feedback_prompt`: for how many rows at the end of the prompt (its last token, the first root, left out) to return them
-       when the sequence is opened. Each costs its part of the product with the output matrix; 0 none.
+       when the sequence is opened; there are fewer where the worker need not read them. Each costs its part of the product with
+       the output matrix; 0 none.
     5. `num_emitted` < n: so many tokens at the end of `prompt` are the answer's first, emitted by a worker that was lost.
        Limits, noise and penalties count them as that worker did, so that the answer goes on as it would have.
     """

@@ -50,8 +50,8 @@ class Followed:
     """How far a tree was answered by `steps` that were there.
 
     1. `path` int32 [m] are the nodes passed, the root first. Node path[i + 1] has the token of steps[i].
-    2. `rest` is what is left to verify, node path[-1] its root, `nodes` its nodes in the tree; None where the last step left the
-       tree or ended the sequence: all is known.
+    2. `rest` is what is left to verify, node path[-1] its root, `nodes` its nodes in the tree; None where the last step left
+       the tree or ended the sequence: all is known.
     """
 
     steps: tuple[StepResult, ...]

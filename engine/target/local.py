@@ -34,8 +34,8 @@ _CHUNK = 256
 """Most rows of a pass that read prompts, of all sequences together: so long do others wait at most."""
 
 _PATIENCE = 0.5
-"""A pass waits for trees that are late, at most for this share of the last pass's time if all were late: what it costs those that
-are there is then less than what a missed pass costs those that are not."""
+"""A pass waits for trees that are late, at most for this share of the last pass's time if all were late: what it costs those
+that are there is then less than what a missed pass costs those that are not."""
 
 _MOST_AHEAD = 4
 """Tokens that a sequence goes on by without being asked."""
@@ -415,14 +415,15 @@ class LocalSequence:
     def share(self) -> int:
         """Take over what others, or this one before it lost its memory, have computed of the tokens; returns how many.
 
-        It ends before the first row of the prompt whose feedback is still due: such rows are computed for their logits' sake.
+        What is not read is not heard: the feedback about the prompt begins behind it.
         """
-        end = len(self._tokens) - 1
-        if self._unheard < len(self._request.prompt) - 1:
-            end = self._unheard
         before = self.table.length
-        found = self.table.share(self._names.of(self._tokens)[: end // BLOCK])
+        found = self.table.share(self._names.of(self._tokens)[: (len(self._tokens) - 1) // BLOCK])
         self.num_reused = found + (self.num_reused if before else 0)
+        end = min(self.table.length, len(self._request.prompt) - 1)
+        if end > self._unheard:
+            self._heard.clear()
+            self._unheard = end
         return found
 
     def next_chunk(self, most: int) -> NDArray[np.int32]:

@@ -109,8 +109,8 @@ def test_what_fails_unasked_is_told_when_asked() -> None:
 
 
 def test_a_pass_waits_for_those_whose_trees_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines of unlike speed: while trees pay, both are in every pass; once the slow one has been waited for in vain, passes
-    go on without it; roots alone are never waited for."""
+    """Two engines of unlike speed: while trees pay, both are in every pass; once the slow one has been waited for in vain,
+    passes go on without it; roots alone are never waited for."""
     target = local()
     request = request_of(PROMPT, max_tokens=40)
     plain, _ = speculate(fake(target), request, {})

@@ -317,21 +317,23 @@ def test_beginnings_are_read_once() -> None:
     target.check()
 
 
-def test_rows_whose_feedback_is_wanted_are_read_again() -> None:
-    """The prompt's end is heard alike whether its beginning was there or not; reuse ends before the first row that is heard."""
+def test_rows_that_are_shared_are_not_heard() -> None:
+    """What was there already is not read again for the sake of feedback: of the prompt's end, the rows behind it are heard."""
     target = local()
-    request = replace(request_of([i % 77 for i in range(200)], max_tokens=4), feedback_top_k=3, feedback_prompt=20)
+    request = replace(request_of([i % 77 for i in range(210)], max_tokens=4), feedback_top_k=3, feedback_prompt=30)
     heard = []
 
     async def run() -> None:
         async with target.open(request) as sequence:
             heard.append(sequence.feedback)
 
-    for shared in (0, 128, 256):
+    for shared in (0, 192, 384):
         asyncio.run(run())
         assert target.counts.num_reused == shared
+    assert [len(one.nodes) for one in heard] == [30, 17, 17]
     for one in heard:
-        assert np.array_equal(one.top_ids, heard[0].top_ids) and one.nodes.tolist() == [i % 77 for i in range(179, 199)]
+        assert one.nodes.tolist() == request.prompt[209 - len(one.nodes) : 209].tolist()
+        assert np.array_equal(one.top_ids, heard[0].top_ids[-len(one.nodes) :]) and one.parents[0] == -1
 
 
 def test_who_reads_beside_another_shares_as_it_goes() -> None:
