@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from engine.target import kernels
+from engine.target.local import LocalTarget
+from engine.tree import CostCurve
 from tests.engine import tiny
 from tests.tiny_tokenizers import byte_level
 
@@ -44,13 +46,47 @@ class Clock:
 
 @only("worker")
 def test_rates_count_what_all_do_at_once(script: ModuleType) -> None:
-    """From the last first token to the first last one; where these do not overlap there is no rate."""
+    """From the last first token to the first last one; where these do not overlap there is no time."""
     first = script.Answer([], [(1.0, 1), (2.0, 1), (3.0, 2), (9.0, 1)], 0)
     second = script.Answer([], [(1.5, 4), (3.5, 1), (4.0, 1)], 0)
-    assert script.rate([first, second]) == pytest.approx((1 + 2 + 1 + 1) / 2.5)
-    assert script.rate([first]) == pytest.approx(4 / 8)
+    assert script.together([first, second]) == (1 + 2 + 1 + 1, 2.5)
+    assert script.together([first]) == (4, 8.0)
     late = script.Answer([], [(4.0, 1), (6.0, 1)], 0)
-    assert script.rate([second, late]) is None
+    assert script.together([second, late]) == (0, 0.0)
+
+
+@only("worker")
+def test_no_prompt_is_asked_twice(script: ModuleType) -> None:
+    """Several groups of one, one of every other size, each prompt in one of them."""
+    texts = [str(i) for i in range(20)]
+    groups = script.grouped(texts, [1, 4, 8], 3)
+    assert {level: list(map(len, some)) for level, some in groups.items()} == {"1": [1, 1, 1], "4": [4], "8": [8]}
+    flat = [text for some in groups.values() for group in some for text in group]
+    assert flat == texts[:15]
+
+
+@only("worker")
+def test_kept_figures_are_added_to(script: ModuleType) -> None:
+    """What a run found replaces what was there, level by level and peer by peer; the rest stays."""
+    old = {"model": "a", "rows_ms": {"1": 5.0}, "peers": {"x": {"1": 1.0, "8": 2.0}}}
+    new = {"model": "a", "peers": {"x": {"1": 3.0}, "y": {"1": 4.0}}}
+    assert script.merged(old, new) == {
+        "model": "a", "rows_ms": {"1": 5.0}, "peers": {"x": {"1": 3.0, "8": 2.0}, "y": {"1": 4.0}},
+    }  # fmt: skip
+    assert old["peers"] == {"x": {"1": 1.0, "8": 2.0}}
+
+
+@only("worker")
+def test_context_that_is_only_pretended_takes_its_place(script: ModuleType) -> None:
+    """Positions of noise can be attended to like those that were read, and are given back."""
+    target = LocalTarget(tiny.model("llama-tied", "int8"), kv_memory=4 << 20, curve=CostCurve.flat())
+    bench = script.Bench(target)
+    bench.pretend(150)
+    bench.run(3, np.arange(3, dtype=np.int32))
+    bench.read(70)
+    assert bench._table.length == 220 and bool(np.isfinite(target.storage.keys[0][bench._table.blocks[0]]).all())
+    bench.clear()
+    target.check()
 
 
 @only("worker")
@@ -67,7 +103,7 @@ def test_weights_are_counted_once(script: ModuleType) -> None:
 def test_a_peer_that_fails_is_left_out(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """Its last line is shown, others still count."""
     wanted = f"nobody:{sys.executable}:folder,other:/no/such/python:folder"
-    assert script.peers(wanted, ["text"], [1], 4, 1) == {}
+    assert script.peers(wanted, "", {"1": [["text"]]}, 4, 1) == {}
     shown = capsys.readouterr().err
     assert "nobody failed: no such peer: nobody; name one of llama.cpp, vllm, transformers" in shown
     assert "other failed" in shown
@@ -76,7 +112,8 @@ def test_a_peer_that_fails_is_left_out(script: ModuleType, capsys: pytest.Captur
 @pytest.fixture
 def job() -> dict[str, Any]:
     """What worker.py asks of peers."""
-    return {"texts": ["one", "two", "three", "four"], "levels": [1, 4], "tokens": 10, "threads": 2, "prompt": 5}
+    groups = {"1": [["one"], ["two"]], "4": [["one", "two", "three", "four"]]}
+    return {"groups": groups, "tokens": 10, "threads": 2, "prompt": 5, "methods": ""}
 
 
 @only("peers")
@@ -88,15 +125,18 @@ def test_vllm_is_timed_without_its_prompts(script: ModuleType, job: dict[str, An
         def __init__(self, model: str, speculative_config: dict[str, Any] | None, **settings: Any) -> None:
             if speculative_config and speculative_config["method"] == "suffix":
                 raise ImportError("no arctic-inference")
-            assert settings["dtype"] == "bfloat16" and settings["enable_prefix_caching"] is False
+            assert settings["dtype"] == "bfloat16" and settings["enable_prefix_caching"] is True
+            self.read: set[str] = set()
 
         def generate(self, texts: list[str], sampling: Any, use_tqdm: bool) -> None:
-            clock.at += 3.0 * len(texts) + 0.5 * (sampling.max_tokens - 1)
+            clock.at += 3.0 * len(set(texts) - self.read) + 0.1 + 0.5 * (sampling.max_tokens - 1)
+            self.read.update(texts)
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace))
     monkeypatch.setattr(script, "time", clock)
     found = script.vllm("folder", job)
-    assert found == {name: {"1": pytest.approx(2.0), "4": pytest.approx(8.0)} for name in ("vllm", "vllm, ngram")}
+    assert found == {f"vllm, {method}": {"1": pytest.approx(2.0), "4": pytest.approx(8.0)} for method in ("plain", "ngram")}
+    assert set(script.vllm("folder", job | {"methods": "ngram"})) == {"vllm, ngram"}
 
 
 @only("peers")
@@ -125,18 +165,19 @@ def test_llama_cpp_is_timed_from_its_first_token(
                 yield 7
                 clock.at += 0.25
 
-    speculative = SimpleNamespace(LlamaPromptLookupDecoding=lambda num_pred_tokens: num_pred_tokens)
+    speculative = SimpleNamespace(LlamaPromptLookupDecoding=lambda: 10)
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
     monkeypatch.setattr(script, "time", clock)
     found = script.llama_cpp("file.gguf", job)
-    assert found["llama.cpp"] == {"1": pytest.approx(4.0), "prefill_ms": pytest.approx(500.0)}
-    assert found["llama.cpp, prompt lookup"] == {"1": pytest.approx(4.0)}
+    assert found["llama.cpp, plain"] == {"1": pytest.approx(4.0), "prefill_ms": pytest.approx(500.0)}
+    assert found["llama.cpp, lookup"] == {"1": pytest.approx(4.0)}
 
 
+@pytest.mark.filterwarnings("ignore")  # of what torch will drop one day
 @only("peers")
 def test_transformers_runs_on_a_tiny_model(script: ModuleType, job: dict[str, Any], tmp_path: Path) -> None:
-    """Plain and with its prompt lookup, the real library: positive rates, and nothing else."""
+    """Plain, with its prompt lookup and in int8, the real library: positive rates, and nothing else."""
     tiny.build("LlamaConfig", attention="sdpa", vocab_size=400).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(byte_level())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -145,7 +186,7 @@ def test_transformers_runs_on_a_tiny_model(script: ModuleType, job: dict[str, An
         found = script.transformers(str(tmp_path), {**job, "threads": 1})
     finally:
         torch.set_num_threads(threads)
-    assert set(found) == {"transformers", "transformers, prompt lookup"}
+    assert set(found) == {"transformers, plain", "transformers, lookup", "transformers, int8"}
     assert all(set(rates) == {"1"} for rates in found.values())
 
 
