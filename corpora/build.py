@@ -98,12 +98,11 @@ def build(
     Raises InvalidName, InvalidOptions, SourceNotFound, NothingToIndex, CorpusLocked, CatalogError; whatever it raises, the
     corpus is as it was.
     """
-    from retriever.format import load_kernels, write_version
+    from retriever.format import write_version
 
     check_name(name)
     options.validate()
     started = time.monotonic()
-    Thread(target=load_kernels, name="draftloom-kernels", daemon=True).start()  # before there is a segment to sort
     with alone_with(name, catalog, tenant):
         version = new_version_id()
         opened = open_sources([str(path) for path in paths], options, chat_encoder(tokenizer) if options.chat else None)
@@ -220,7 +219,9 @@ class Stream:
         """(name, ids) of every document to write, in order; tokenized in batches of about BATCH_CHARS characters."""
         self.say("walk")
         with contextlib.closing(ahead(self._encoded(), 1)) as batches:
-            for batch, names, ids in batches:
+            for number, (batch, names, ids) in enumerate(batches):
+                if number == 1:  # there is much to sort; loading before the first batch would have held that one up
+                    load_kernels_aside()
                 self._recorder.add(batch)
                 for found in batch:
                     self.tally.add(found.decision)
@@ -261,6 +262,13 @@ class Stream:
                     [document.name for document in documents],
                     [next(encoded) if isinstance(document.content, str) else document.content for document in documents],
                 )
+
+
+def load_kernels_aside() -> None:
+    """Load what large segments are sorted with, on a thread of its own: the tokenizer needs no Python meanwhile."""
+    from retriever.format import load_kernels
+
+    Thread(target=load_kernels, name="draftloom-kernels", daemon=True).start()
 
 
 def _batches(survey: Iterable[Found]) -> Iterator[list[Found]]:

@@ -55,7 +55,7 @@ class Record:
             return Record(
                 {Reason(name): count for name, count in values["skipped"].items()},
                 {ending: (count, size) for ending, (count, size) in values["endings"].items()},
-                tuple(Found.from_json(json.loads(line)) for line in lines),
+                tuple(map(Found.from_json, json.loads(b"[%s]" % b",".join(lines)))),
                 values.get("checksum", ""),
             )
         except (zlib.error, ValueError, KeyError, TypeError):

@@ -94,12 +94,13 @@ def without_secrets(text: str) -> tuple[list[Piece], list[str]]:
 
     Without any, the only piece is `text` itself. Blank pieces are dropped, so there may be none.
     """
-    if not any(map(text.__contains__, _MARKS)):
+    marks = {mark for mark in _MARKS if mark in text}
+    if not marks:
         return [Piece(text, 1)], []
     found = [
         (match.start(), match.end(), rule.kind)
         for rule in _RULES
-        if any(mark in text for mark in rule.marks)
+        if not marks.isdisjoint(rule.marks)
         for match in rule.shape.finditer(text)
         if not (rule.random and _is_placeholder(next((group for group in match.groups() if group), match.group())))
     ]

@@ -26,6 +26,8 @@ from corpora.similar import Sketches
 
 MAX_EXAMPLES = 5
 
+_NOWHERE = Path()
+
 
 @dataclass(frozen=True)
 class Document:
@@ -66,11 +68,11 @@ class Found:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Found:
-        """What `to_json` wrote; its path is its name. Raises KeyError, TypeError, ValueError for anything else."""
+        """What `to_json` wrote; its path is empty. Raises KeyError, TypeError, ValueError for anything else."""
         names = tuple(values["documents"])
         reason = Reason(values["reason"]) if values["reason"] else None
         decision = Decision(
-            path=Path(values["name"]),
+            path=_NOWHERE,
             name=values["name"],
             taken=values["taken"],
             reason=reason,
