@@ -400,10 +400,11 @@ def _places(config: Config) -> list[Place]:
     """Where the workers are: at the addresses of the settings, else in a process of our own. Raises ConfigError."""
     model = config.model
     if not model.worker:
-        return [process.place(_worker_arguments(config))]
+        return [process.place(_worker_arguments(config), model.worker_silence)]
     files = (model.worker_ca, model.worker_cert, model.worker_key)
     encrypted = model.worker_tls or any(files)
-    return [remote.place(address, remote.tls(*files) if encrypted else None) for address in model.worker]
+    credentials = remote.tls(*files) if encrypted else None
+    return [remote.place(address, credentials, model.worker_silence) for address in model.worker]
 
 
 def _worker_arguments(config: Config) -> list[str]:

@@ -100,6 +100,11 @@ class ModelSettings:
         "When a worker is lost and there is no other: how many seconds an answer that has begun waits for one to come back. "
         "New requests are refused within a second.",
     )
+    worker_silence: float = setting(
+        60.0,
+        "A worker that answers nothing for so many seconds, while it is connected, hangs: its answers move to another, and the "
+        "server's own is started anew. A worker answers between two passes; raise it where a pass of 256 tokens takes longer.",
+    )
     worker_tls: bool = setting(False, "Connect to workers by TLS, believing the system's certificate authorities.")
     worker_ca: Path | None = setting(None, "Whose certificates to believe instead: a PEM file. Implies `worker_tls`.")
     worker_cert: Path | None = setting(None, "What to show to workers (PEM), with `worker_key`. Implies `worker_tls`.")
@@ -205,6 +210,7 @@ class Config:
         _check(model.dtype in DTYPES, "model.dtype", model.dtype, f"use one of {', '.join(DTYPES)}")
         _check(model.threads is None or model.threads >= 1, "model.threads", model.threads, "use 1 or more, or leave it out")
         _check(model.worker_patience >= 0, "model.worker_patience", model.worker_patience, "use 0 or more seconds")
+        _check(model.worker_silence > 0, "model.worker_silence", model.worker_silence, "use more than 0 seconds")
         _check(
             (model.worker_cert is None) == (model.worker_key is None),
             "model.worker_cert",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.errors import ModelError, WorkerLost
 from engine.target.fleet import Connected, Place
-from engine.target.remote import RemoteTarget
+from engine.target.remote import SILENT_SECONDS, RemoteTarget
 
 SPIN_COUNT = "10000"
 """How long an idle thread of the worker's team spins for the next product: through the gaps within a pass (some 50
@@ -85,7 +85,9 @@ class WorkerProcess:
             sys.stderr.flush()
 
 
-async def start_worker(args: Sequence[str], timeout: float = START_SECONDS) -> WorkerProcess:
+async def start_worker(
+    args: Sequence[str], timeout: float = START_SECONDS, silent_seconds: float = SILENT_SECONDS
+) -> WorkerProcess:
     """Start `python -m engine.target.server` with `args` (`--address` is chosen here) and wait until it answers.
 
     What it writes to standard error comes out on ours. Raises ModelError with its last lines if it ends while starting,
@@ -101,7 +103,7 @@ async def start_worker(args: Sequence[str], timeout: float = START_SECONDS) -> W
     )
     worker = WorkerProcess(process, folder)
     ended = asyncio.create_task(process.wait())
-    connecting = asyncio.create_task(RemoteTarget.connect(address, timeout))
+    connecting = asyncio.create_task(RemoteTarget.connect(address, timeout, silent_seconds=silent_seconds))
     try:
         await asyncio.wait([ended, connecting], return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
@@ -119,11 +121,11 @@ async def start_worker(args: Sequence[str], timeout: float = START_SECONDS) -> W
     return worker
 
 
-def place(args: Sequence[str]) -> Place:
+def place(args: Sequence[str], silent_seconds: float = SILENT_SECONDS) -> Place:
     """A worker process of one's own, as one of a fleet."""
 
     async def connect() -> Connected:
-        worker = await start_worker(args)
+        worker = await start_worker(args, silent_seconds=silent_seconds)
         return Connected(worker.target, worker.lost, worker.close)
 
     return Place("worker process", connect, MOST_FAILURES)

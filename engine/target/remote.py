@@ -38,6 +38,10 @@ CONNECT_SECONDS = 3.0
 """How long a fleet waits for a worker to answer before it says that nobody is there, and tries again."""
 STATUS_SECONDS = 3.0
 """How long a worker may take to say how it stands."""
+SILENT_SECONDS = 60.0
+"""A worker that answers nothing for so long hangs."""
+LOOK_SECONDS = 5.0
+"""How often one looks whether it answers."""
 CLOSE_SECONDS = 1.0
 """How long leaving a sequence waits for the worker to say that its memory is free."""
 
@@ -45,17 +49,23 @@ CLOSE_SECONDS = 1.0
 class RemoteTarget:
     """A worker at an address; see `connect`."""
 
-    def __init__(self, channel: grpc.aio.Channel, info: TargetInfo) -> None:
+    def __init__(self, channel: grpc.aio.Channel, info: TargetInfo, silent_seconds: float) -> None:
         self.info = info
+        self._silent_seconds = silent_seconds
         self._channel = channel
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
 
     @staticmethod
-    async def connect(address: str, timeout: float = 30.0, credentials: grpc.ChannelCredentials | None = None) -> RemoteTarget:
+    async def connect(
+        address: str,
+        timeout: float = 30.0,
+        credentials: grpc.ChannelCredentials | None = None,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> RemoteTarget:
         """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer.
 
-        Without `credentials` (see `tls`) the connection is plain text. Raises WorkerLost, and ConfigError for a worker of
+        Without `credentials` (see `tls`) the connection is plain text. `silent_seconds`: see `lost`. Raises WorkerLost, and ConfigError for a worker of
         another version.
         """
         if credentials is None:
@@ -73,7 +83,7 @@ class RemoteTarget:
         except BaseException:
             await channel.close()
             raise
-        return RemoteTarget(channel, info)
+        return RemoteTarget(channel, info, silent_seconds)
 
     @asynccontextmanager
     async def open(self, request: SequenceRequest) -> AsyncIterator[RemoteSequence]:
@@ -100,7 +110,37 @@ class RemoteTarget:
         return wire.status_from_wire(answer.status)
 
     async def lost(self) -> str:
-        """Returns, with the reason, once the worker is gone, or says that it takes no new sequences."""
+        """Returns, with the reason, once the worker is gone, says that it takes no new sequences, or hangs.
+
+        A worker answers between its passes. One that does not for `silent_seconds`, though connected, is taken for one that
+        never will: the connection is closed, so that sequences still open raise WorkerLost.
+        """
+        gone, silent = asyncio.create_task(self._gone()), asyncio.create_task(self._silent())
+        try:
+            await asyncio.wait([gone, silent], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return gone.result()
+            await self.close()
+            return silent.result()
+        finally:
+            gone.cancel()
+            silent.cancel()
+
+    async def _silent(self) -> str:
+        """Returns once two questions in a row had no answer: a machine that slept between asking and looking is forgiven one."""
+        num_missed = 0
+        while num_missed < 2:
+            try:
+                await self._health.Check(health_pb2.HealthCheckRequest(), timeout=self._silent_seconds / 2)
+                num_missed = 0
+            except grpc.aio.AioRpcError as error:
+                num_missed = num_missed + 1 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else 0
+            if not num_missed:
+                await asyncio.sleep(min(LOOK_SECONDS, self._silent_seconds))
+        return f"it hangs: no answer for {self._silent_seconds:g} s"
+
+    async def _gone(self) -> str:
+        """Returns once the worker ends, or is about to."""
         watching = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for answer in watching:
@@ -174,11 +214,11 @@ def tls(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCre
     return grpc.ssl_channel_credentials(read_pem(ca), read_pem(key), read_pem(cert))
 
 
-def place(address: str, credentials: grpc.ChannelCredentials | None = None) -> Place:
+def place(address: str, credentials: grpc.ChannelCredentials | None = None, silent_seconds: float = SILENT_SECONDS) -> Place:
     """A worker at an address, as one of a fleet."""
 
     async def connect() -> Connected:
-        target = await RemoteTarget.connect(address, CONNECT_SECONDS, credentials)
+        target = await RemoteTarget.connect(address, CONNECT_SECONDS, credentials, silent_seconds)
         return Connected(target, target.lost, target.close)
 
     return Place(address, connect)

@@ -299,8 +299,8 @@ def test_a_killed_process_is_started_anew_and_its_sequence_goes_on() -> None:
         started_workers: list[process.WorkerProcess] = []
         whole = process.start_worker
 
-        async def start(args: Sequence[str]) -> process.WorkerProcess:
-            started_workers.append(await whole(args))
+        async def start(args: Sequence[str], **options: Any) -> process.WorkerProcess:
+            started_workers.append(await whole(args, **options))
             return started_workers[-1]
 
         process.start_worker = start  # type: ignore[assignment]
@@ -351,6 +351,58 @@ def test_a_worker_killed_on_its_address(tmp_path: Path) -> None:
         for each in processes:
             each.kill()
             each.wait()
+
+
+def test_a_worker_that_hangs_is_lost(tmp_path: Path) -> None:
+    """SIGSTOP, a process that is there and says nothing: the other goes on with the same text; once there is none, one hears."""
+    addresses = [f"unix:{tmp_path}/{i}.sock" for i in range(2)]
+    command = [sys.executable, "-m", "engine.target.server", "--fake", "--address"]
+    processes = [subprocess.Popen([*command, address], stderr=subprocess.DEVNULL) for address in addresses]
+
+    async def run() -> None:
+        places = [place(address, silent_seconds=0.5) for address in addresses]
+        async with started(places, patience=0.1) as target:
+            plain = said(await decode(FakeTarget(), asking()))
+
+            async def stop() -> None:
+                os.kill(processes[0].pid, signal.SIGSTOP)
+
+            async def stop_both() -> None:
+                os.kill(processes[1].pid, signal.SIGSTOP)
+
+            assert await interrupted(target, SamplingParams(), 3, stop) == plain
+            assert target.num_ready == 1
+            with pytest.raises(WorkerLost, match="hangs: no answer for 0.5 s"):
+                await interrupted(target, SamplingParams(), 2, stop_both)
+            assert target.num_ready == 0
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
+def test_a_worker_of_our_own_that_hangs_is_started_anew() -> None:
+    """The process is ended, another one begun, and the answer goes on there."""
+
+    async def run() -> None:
+        plain = said(await decode(FakeTarget(), asking()))
+        async with started([process.place(["--fake"], silent_seconds=1.0)], patience=60.0) as target:
+            pids: list[int] = []
+
+            async def stop() -> None:
+                member = target._members[0]
+                assert member.worker is not None
+                worker = member.worker.lost.__self__  # type: ignore[attr-defined]
+                pids.append(worker.process.pid)
+                os.kill(pids[0], signal.SIGSTOP)
+
+            assert await interrupted(target, SamplingParams(), 3, stop) == plain
+            assert await eventually(lambda: not os.path.exists(f"/proc/{pids[0]}"))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_workers_can_be_reached_by_tls(tmp_path: Path) -> None:
