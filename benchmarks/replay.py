@@ -32,6 +32,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,10 +96,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Recording:
-    """A set of traces: its file, and how many records are taken if nothing is said."""
+    """A set of traces: its file, how many records are taken if nothing is said, and how many turns of them at most."""
 
     file: str
     limit: int
+    turns: int = 1_000
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ SETS: Mapping[str, Recording | Completions] = {
     "chat": Recording("chat_mtbench_vicuna33b", 20),
     "judge": Recording("judge_mtbench_gpt4", 40),
     "rag": Recording("rag_mtrag_gpt4o_llama405b", 60),
-    "agent-software": Recording("agent_swebench_verified_gemini3pro", 1),
+    "agent-software": Recording("agent_swebench_verified_gemini3pro", 1, turns=24),
     "agent-tools": Recording("agent_taubench_airline_gpt4o", 16),
     "thought": Recording("cot_zeroeval_math_crux_gsm", 30),
     "thought-long": Recording("cot_reasoning_gym_2models", 10),
@@ -164,12 +166,15 @@ def recorded(recording: Recording, limit: int, tokenizer: Tokenizer) -> list[Tur
             if message["role"] == "assistant" and len(content):
                 turns.append(Turn(np.concatenate(text), np.concatenate([content, end[:1]])))
             text += [content, end]
-    return turns
+    return turns[: recording.turns]
 
 
-def completed(completions: Completions, limit: int, tokenizer: Tokenizer) -> list[Turn]:
-    """The turns of a set of completions: raw prefixes, and what the newer release has there."""
-    _, _, path = make_pair(completions.pair)
+def completed(completions: Completions, limit: int, tokenizer: Tokenizer, kept: Path) -> list[Turn]:
+    """The turns of a set of completions: raw prefixes, and what the newer release has there, made once and kept in `kept`."""
+    path = kept / f"{completions.pair}.jsonl"
+    if not path.exists():
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(make_pair(completions.pair)[2], path)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     records = [record for record in records if record["kind"] == completions.kind and record["prefix"]]
     chosen = sorted(records, key=lambda record: hashlib.sha256(record["id"].encode()).hexdigest())[:limit]
@@ -224,10 +229,13 @@ class Streams:
         return [Turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def stores(self) -> dict[str, Datastore]:
-        """The corpus by name, open; none for a set without one."""
+        """The corpus by name, open and in memory, since lookups that would wait for a disk are left out of a step; none for a set
+        without one."""
         if self.corpus is None:
             return {}
-        return {self.name: Datastore.open(self.corpus, self.fingerprint, self.vocab_size)}
+        store = Datastore.open(self.corpus, self.fingerprint, self.vocab_size)
+        store.populate()
+        return {self.name: store}
 
     def digest(self) -> str:
         """A hash of what is in the file."""
@@ -243,7 +251,7 @@ def prepared(name: str, limit: int, tokenizer: Tokenizer, kept: Path, folder: Pa
     kind = SETS[name]
     if isinstance(kind, Recording):
         return Streams.write(name, recorded(kind, limit or kind.limit, tokenizer), tokenizer, None, folder)
-    turns = completed(kind, limit or kind.limit, tokenizer)
+    turns = completed(kind, limit or kind.limit, tokenizer, kept)
     return Streams.write(name, turns, tokenizer, indexed(kind.pair, tokenizer, kept), folder)
 
 
