@@ -34,6 +34,7 @@ _LEVELS = np.float32(127.0)
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
+_EXP_TERMS = tuple(map(np.float32, (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666665e-1, 5.00000012e-1)))
 _ROUND = np.float32(12582912.0)  # 1.5 x 2^23: adding and subtracting it rounds to an integer
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
@@ -52,12 +53,9 @@ def exp_rows(x: Any, out: Any) -> None:
         z = min(max(x[i], np.float32(-87.0)), np.float32(88.0))
         k = (z * _LOG2_E + _ROUND) - _ROUND
         r = (z - k * _LN2_HIGH) - k * _LN2_LOW
-        s = np.float32(1.9875691500e-4)
-        s = s * r + np.float32(1.3981999507e-3)
-        s = s * r + np.float32(8.3334519073e-3)
-        s = s * r + np.float32(4.1665795894e-2)
-        s = s * r + np.float32(1.6666665459e-1)
-        s = s * r + np.float32(5.0000001201e-1)
+        s = _EXP_TERMS[0]
+        for t in range(1, len(_EXP_TERMS)):
+            s = s * r + _EXP_TERMS[t]
         out[i] = (s * r * r + r) + _ONE
         bits[i] += np.int32(k) << 23
 
@@ -307,37 +305,87 @@ def _dot_tile(instruction: str) -> Any:
     return product
 
 
-@intrinsic
-def _scale_sums(typing: Any, rows: Any, sums: Any, offset: Any, scale: Any, factor: Any, bias: Any) -> Any:
-    """(sums[r, :] - offset) * scale * factor[r] + bias for int32 sums [rows, PANEL], in their place, as float32.
+def _vector_exp(builder: Any, x: Any) -> Any:
+    """e^x for a vector in LLVM's terms, step by step as in `exp_rows`, with the same bits."""
+    kind, words = x.type, ir.VectorType(ir.IntType(32), x.type.count)
 
-    offset int32, scale and bias float32 [PANEL]; factor float32 [rows]. Called with addresses: as a loop over arrays, to find
-    out that none overlaps another would take longer than the work.
+    def every(value: Any) -> Any:
+        return ir.Constant(kind, [float(value)] * kind.count)
+
+    def both(first: Any, factor: Any, last: Any) -> Any:
+        return builder.fadd(builder.fmul(first, factor), last)
+
+    low, high = every(-87.0), every(88.0)
+    z = builder.select(builder.fcmp_ordered(">", x, low), x, low)
+    z = builder.select(builder.fcmp_ordered("<", z, high), z, high)
+    k = builder.fsub(both(z, every(_LOG2_E), every(_ROUND)), every(_ROUND))
+    r = builder.fsub(builder.fsub(z, builder.fmul(k, every(_LN2_HIGH))), builder.fmul(k, every(_LN2_LOW)))
+    s = every(_EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        s = both(s, r, every(term))
+    power = builder.fadd(both(builder.fmul(s, r), r, r), every(1.0))
+    exponent = builder.shl(builder.fptosi(k, words), ir.Constant(words, [23] * kind.count))
+    return builder.bitcast(builder.add(builder.bitcast(power, words), exponent), kind)
+
+
+@intrinsic
+def _finish_rows(
+    typing: Any, rows: Any, sums: Any, offset: Any, scale: Any, factor: Any, bias: Any, residual: Any, gated: Any, out: Any,
+    stride: Any,
+) -> Any:  # fmt: skip
+    """From int32 sums [rows, PANEL] to products: (sums[r, :] - offset) * scale * factor[r] + bias, float32.
+
+    With `gated` out[r] = silu(the first LANES of them) * the others; else all, plus residual[r] unless that is 0. offset int32,
+    scale and bias float32 [PANEL]; factor float32 [rows]; `stride` bytes between rows of out and of residual. Called with
+    addresses. Loops over arrays would run number by number: for so few the compiler sees no use in vectors.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word, index, number = ir.IntType(32), ir.IntType(64), ir.FloatType()
-        words, numbers = ir.VectorType(word, PANEL), ir.VectorType(number, PANEL)
-        rows, sums, offset, scale, factor, bias = args
+        words, numbers = ir.VectorType(word, LANES), ir.VectorType(number, LANES)
+        rows, sums, offset, scale, factor, bias, residual, gated, out, stride = args
+        halves = range(PANEL // LANES)
 
-        def pointer(base: Any, kind: Any) -> Any:
-            return builder.inttoptr(base, kind.as_pointer())
+        def pointer(base: Any, kind: Any, half: int = 0) -> Any:
+            return builder.inttoptr(builder.add(base, index(4 * LANES * half)), kind.as_pointer())
 
-        offset, scale, bias = (
-            builder.load(pointer(base, kind), align=4) for base, kind in ((offset, words), (scale, numbers), (bias, numbers))
+        def load(base: Any, kind: Any, half: int) -> Any:
+            return builder.load(pointer(base, kind, half), align=4)
+
+        offsets, scales, biases = (
+            [load(base, kind, half) for half in halves]
+            for base, kind in ((offset, words), (scale, numbers), (bias, numbers))
         )
+        one = ir.Constant(numbers, [1.0] * LANES)
+        nothing = ir.Constant(numbers, ir.Undefined)
         with cgutils.for_range(builder, rows, intp=index) as loop:
             place = builder.add(sums, builder.mul(loop.index, index(4 * PANEL)))
-            one = builder.load(pointer(builder.add(factor, builder.mul(loop.index, index(4))), number), align=4)
-            nothing = ir.Constant(numbers, ir.Undefined)
-            same = ir.Constant(ir.VectorType(word, PANEL), [0] * PANEL)
-            row_factor = builder.shuffle_vector(builder.insert_element(nothing, one, word(0)), nothing, same)
-            exact = builder.sub(builder.load(pointer(place, words), align=4), offset)
-            value = builder.fmul(builder.fmul(builder.sitofp(exact, numbers), scale), row_factor)
-            builder.store(builder.fadd(value, bias), pointer(place, numbers), align=4)
+            mine = builder.load(pointer(builder.add(factor, builder.mul(loop.index, index(4))), number), align=4)
+            first = builder.insert_element(nothing, mine, word(0))
+            row_factor = builder.shuffle_vector(first, nothing, ir.Constant(words, [0] * LANES))
+            values = []
+            for half in halves:
+                exact = builder.sitofp(builder.sub(load(place, words, half), offsets[half]), numbers)
+                value = builder.fmul(builder.fmul(exact, scales[half]), row_factor)
+                values.append(builder.fadd(value, biases[half]))
+            distance = builder.mul(loop.index, stride)
+            target = builder.add(out, distance)
+            with builder.if_else(builder.icmp_signed("!=", gated, gated.type(0))) as (yes, no):
+                with yes:
+                    gate, up = values
+                    opened = builder.fdiv(gate, builder.fadd(one, _vector_exp(builder, builder.fneg(gate))))
+                    builder.store(builder.fmul(opened, up), pointer(target, numbers), align=4)
+                with no, builder.if_else(builder.icmp_signed("!=", residual, index(0))) as (more, alone):
+                    with more:
+                        for half in halves:
+                            other = load(builder.add(residual, distance), numbers, half)
+                            builder.store(builder.fadd(other, values[half]), pointer(target, numbers, half), align=4)
+                    with alone:
+                        for half in halves:
+                            builder.store(values[half], pointer(target, numbers, half), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(*[types.int64] * 10), generate
 
 
 INSTRUCTION = next((name for name in ("avx512vnni", "avx2") if get_host_cpu_features().get(name)), "")
@@ -365,34 +413,26 @@ def multiply_panel(
     out [n, width] = the product, plus `residual` [n, width] unless that has no rows. The last panel may reach beyond out.
     With `gated` a panel is 16 columns of a gate and the 16 of its counterpart: out = silu(gate) * up, silu(x) = x / (1 + e^-x).
     """
-    num_rows, steps = a.shape[0], packed.shape[1]
+    num_rows, steps, width = a.shape[0], packed.shape[1], out.shape[1]
     sums = np.zeros((num_rows, PANEL), np.int32)
     _add_products(a, packed.ctypes.data + panel * steps * PANEL * 4, steps, sums)
-    at = 4 * panel * PANEL
-    _scale_sums(
-        num_rows, sums.ctypes.data, offset.ctypes.data + at, scale.ctypes.data + at, factor.ctypes.data, bias.ctypes.data + at
-    )
-    product = sums.view(np.float32)
     columns = LANES if gated else PANEL
     left = panel * columns
-    columns = min(columns, out.shape[1] - left)
-    if gated:
-        minus, power = np.empty(num_rows * LANES, np.float32), np.empty(num_rows * LANES, np.float32)
-        for r in range(num_rows):
-            for j in range(LANES):
-                minus[r * LANES + j] = -product[r, j]
-        exp_rows(minus, power)
-        for r in range(num_rows):
-            for j in range(columns):
-                out[r, left + j] = product[r, j] / (_ONE + power[r * LANES + j]) * product[r, LANES + j]
-    elif len(residual):
-        for r in range(num_rows):
-            for j in range(columns):
-                out[r, left + j] = residual[r, left + j] + product[r, j]
-    else:
-        for r in range(num_rows):
-            for j in range(columns):
-                out[r, left + j] = product[r, j]
+    inside = min(columns, width - left)
+    target, stride = out.ctypes.data + 4 * left, 4 * width
+    added = residual.ctypes.data + 4 * left if len(residual) else 0
+    edge = np.zeros((num_rows if inside < columns else 0, columns), np.float32)
+    if inside < columns:
+        for r in range(len(residual)):
+            edge[r, :inside] = residual[r, left:]
+        target, stride, added = edge.ctypes.data, 4 * columns, edge.ctypes.data if added else 0
+    at = 4 * panel * PANEL
+    _finish_rows(
+        num_rows, sums.ctypes.data, offset.ctypes.data + at, scale.ctypes.data + at, factor.ctypes.data, bias.ctypes.data + at,
+        added, gated, target, stride,
+    )  # fmt: skip
+    for r in range(len(edge)):
+        out[r, left:] = edge[r, :inside]
 
 
 @_jit
