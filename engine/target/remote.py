@@ -65,8 +65,8 @@ class RemoteTarget:
     ) -> RemoteTarget:
         """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer.
 
-        Without `credentials` (see `tls`) the connection is plain text. `silent_seconds`: see `lost`. Raises WorkerLost, and ConfigError for a worker of
-        another version.
+        Without `credentials` (see `tls`) the connection is plain text. `silent_seconds`: see `lost`. Raises WorkerLost, and
+        ConfigError for a worker of another version.
         """
         if credentials is None:
             channel = grpc.aio.insecure_channel(address, options=OPTIONS)
@@ -127,7 +127,7 @@ class RemoteTarget:
             silent.cancel()
 
     async def _silent(self) -> str:
-        """Returns once two questions in a row had no answer: a machine that slept between asking and looking is forgiven one."""
+        """Returns once two questions in a row had no answer: a machine that slept meanwhile is forgiven one."""
         num_missed = 0
         while num_missed < 2:
             try:

@@ -354,7 +354,7 @@ def test_a_worker_killed_on_its_address(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_hangs_is_lost(tmp_path: Path) -> None:
-    """SIGSTOP, a process that is there and says nothing: the other goes on with the same text; once there is none, one hears."""
+    """SIGSTOP, a process that is there and says nothing: the other goes on with the same text; without it, one hears."""
     addresses = [f"unix:{tmp_path}/{i}.sock" for i in range(2)]
     command = [sys.executable, "-m", "engine.target.server", "--fake", "--address"]
     processes = [subprocess.Popen([*command, address], stderr=subprocess.DEVNULL) for address in addresses]
@@ -372,7 +372,7 @@ def test_a_worker_that_hangs_is_lost(tmp_path: Path) -> None:
 
             assert await interrupted(target, SamplingParams(), 3, stop) == plain
             assert target.num_ready == 1
-            with pytest.raises(WorkerLost, match="hangs: no answer for 0.5 s"):
+            with pytest.raises(WorkerLost, match=r"hangs: no answer for 0\.5 s"):
                 await interrupted(target, SamplingParams(), 2, stop_both)
             assert target.num_ready == 0
 
