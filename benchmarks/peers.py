@@ -63,7 +63,8 @@ def llama_cpp(model: str, job: dict[str, Any]) -> Found:
 def vllm(model: str, job: dict[str, Any]) -> Found:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to where the figures go
-    os.environ.setdefault("OMP_NUM_THREADS", str(job["threads"]))
+    cores = sorted(os.sched_getaffinity(0))[: job["threads"]]  # left to itself it keeps one free
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
     drafts: dict[str, dict[str, Any] | None] = {
