@@ -15,8 +15,8 @@ SAMPLE_CHARS = 1 << 18
 DOCUMENT_CHARS = 1 << 13
 CHARS_PER_TOKEN = 3.7
 """Of source code, under vocabularies of 50 to 150 thousand: for want of a tokenizer."""
-TABLE_BYTES = 0.75
-"""What the table of short contexts adds to a token, at most."""
+TABLE_BYTES = 0.89
+"""What the tables of short contexts and the samples of the order add to a token, at most."""
 DOCUMENT_BYTES = 16
 
 Encode = Callable[[Sequence[str]], list[NDArray[np.int32]]]

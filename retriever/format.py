@@ -6,6 +6,8 @@
         seg-0000.suffixes        int32, the positions of all tokens (not the separators), sorted by the text that starts there
         seg-0000.documents       where each document begins and what it is called
         seg-0000.table           intervals of the most frequent contexts of 1 to 3 tokens (a hash table, see `kernels`)
+        seg-0000.continuations   what most often follows the most frequent contexts of 1 and 2 tokens
+        seg-0000.samples         the first bytes of every 256th suffix of the order
         seg-0000.deleted         only where documents were deleted: which, and which places of the order are left
         seg-0001.tokens ...      more segments, each complete in itself; counts add
         metadata                 only where the writer had some: bytes that mean nothing here
@@ -24,6 +26,9 @@ Every file but the manifest begins with 64 bytes that introduce it. Numbers are 
     docs   i8le         documents                 name bytes       count + 1 offsets into the text, count + 1 offsets into the
                                                                    names, then the names, UTF-8
     tabl   u4le         3 * slots                 contexts         count items
+    cont   u4le         4 * contexts + 3 * runs   contexts         contexts by place and length: low, count, length, end of its
+                                                                   runs; then the runs: next token, low, count
+    smpl   u8le         2 * samples               256              count items, 16 bytes each as two numbers, first byte highest
     tomb   u8le         suffixes                  left of them     one bit a suffix of the order, 1 if its document is left, in
                                                                    count / 64 words; for each 8 words how many are left before
                                                                    them; one bit a document, 1 if it was deleted, in words
@@ -35,10 +40,11 @@ written into `<id>.tmp`, forced to disk and renamed; it exists whole or not at a
 Segments never change either: a version made from another one (`update.write_update`) shares their files by hard links, and adds
 segments for what is new and a file `deleted` where documents are gone.
 
-Format 1 had neither `deleted` nor `metadata`; its files are otherwise the same, and are read for ever.
+Format 1 had neither `deleted` nor `metadata`, formats 1 and 2 had neither `continuations` nor `samples`; their files are
+otherwise the same, and are read for ever. An update shares them, so a segment may lack the latter two.
 
-Bytes a token: width + 4 + at most 0.75 (table) + the documents' names. Checksums are XXH3-64: against damage, not against
-forgery.
+Bytes a token: width + 4 + at most 0.89 (0.75 table, 0.08 continuations, 0.06 samples) + the documents' names. Checksums are
+XXH3-64: against damage, not against forgery.
 """
 
 from __future__ import annotations
@@ -67,8 +73,8 @@ from retriever import plain
 from retriever.errors import BadMagic, BadManifest, ChecksumMismatch, Truncated, UnsupportedVersion, VersionExists
 from retriever.suffixes import KERNEL_TOKENS, build_suffix_array, pack_tokens, separator_of, token_width, unpack_tokens
 
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 MAGIC = b"\x89LOOM\r\n\x1a"
 HEADER = struct.Struct("<8sI4s4sIQQQQQ")
 SEGMENT_TOKENS = 1 << 26
@@ -78,14 +84,20 @@ SMALL_FILE = 1 << 20
 """Payloads of at most so many bytes are compared with their checksums whenever they are opened."""
 KINDS: Mapping[str, bytes] = {"tokens": b"toks", "suffixes": b"sufx", "documents": b"docs", "table": b"tabl"}
 """Ending of a segment's file -> the kind its header must have; every segment has these."""
+HINTS: Mapping[str, bytes] = {"continuations": b"cont", "samples": b"smpl"}
+"""The same of files that make lookups faster and better; segments written before format 3 have none."""
 DELETED = "deleted"
 """Ending of the file that says what was deleted from a segment."""
 METADATA = "metadata"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_MIN_COUNT = 8
+_CONTINUED_MIN_COUNT = 128
+"""Fewer occurrences are all looked at, or nearly all."""
+_CONTINUATION_BYTES = 0.08
+"""Most that `continuations` takes of a token."""
 _CHUNK = 1 << 22
-_READABLE = f"this release reads {' and '.join(map(str, READABLE_VERSIONS))}"
+_READABLE = f"this release reads {', '.join(map(str, READABLE_VERSIONS))}"
 
 OnProgress = Callable[[str, int], None]
 """Called with a stage ("read", "sort", "write") and how many tokens have been through it in all."""
@@ -239,7 +251,7 @@ class Manifest:
     """What a version is.
 
     1. `files` has the four files of every segment, seg-0000 to seg-<num_segments - 1>, from format 2 on perhaps metadata and
-       what was deleted from some of them, and no others.
+       what was deleted from some of them, from format 3 on perhaps the hints of some of them, and no others.
     2. `fingerprint` names the tokenizer; token ids are below `vocab_size`.
     3. `num_documents` and `num_tokens` leave out what was deleted, and tokens the separators; `num_text_bytes` is what the
        caller counted, 0 if it did not.
@@ -298,7 +310,10 @@ class Manifest:
         if type(manifest.num_segments) is not int or not 0 <= manifest.num_segments <= len(manifest.files):
             raise BadManifest(path, f"manifest lists other files than those of its {manifest.num_segments} segments")
         expected = {name for s in range(manifest.num_segments) for name in segment_files(s)}
-        allowed = {METADATA, *(deleted_file(s) for s in range(manifest.num_segments))} if manifest.format_version > 1 else set()
+        allowed = {METADATA} if manifest.format_version > 1 else set()
+        for since, endings in ((2, [DELETED]), (3, HINTS)):
+            if manifest.format_version >= since:
+                allowed |= {segment_file(s, ending) for s in range(manifest.num_segments) for ending in endings}
         if not expected <= set(manifest.files) <= expected | allowed:
             raise BadManifest(path, f"manifest lists other files than those of its {manifest.num_segments} segments")
         return manifest
@@ -308,14 +323,14 @@ def _manifest_checksum(fields: Mapping[str, Any]) -> str:
     return f"{xxhash.xxh3_64_intdigest(json.dumps(fields, sort_keys=True).encode()):016x}"
 
 
+def segment_file(segment: int, ending: str) -> str:
+    """The name of a segment's file."""
+    return f"seg-{segment:04d}.{ending}"
+
+
 def segment_files(segment: int) -> list[str]:
-    """The names of a segment's four files."""
-    return [f"seg-{segment:04d}.{ending}" for ending in KINDS]
-
-
-def deleted_file(segment: int) -> str:
-    """The name of the file that says what was deleted from a segment."""
-    return f"seg-{segment:04d}.{DELETED}"
+    """The names of the four files that every segment has."""
+    return [segment_file(segment, ending) for ending in KINDS]
 
 
 def read_metadata(folder: Path) -> bytes:
@@ -468,11 +483,11 @@ class VersionWriter:
         is not among the files.
         """
         for ending, file in files.items():
-            name = f"seg-{self.num_segments:04d}.{ending}"
+            name = segment_file(self.num_segments, ending)
             _link(file.path, self._temporary / name)
             self._files[name] = file.entry
         if deleted is not None:
-            name = deleted_file(self.num_segments)
+            name = segment_file(self.num_segments, DELETED)
             num_suffixes = files["suffixes"].header.count
             self._files[name] = write_file(self._temporary / name, b"tomb", b"u8le", num_suffixes, num_tokens, deleted)
         self.num_segments += 1
@@ -568,21 +583,30 @@ class _Segment:
         self.offsets.append(self.size)
 
     def write(self, folder: Path, number: int, report: OnProgress, num_tokens: int) -> dict[str, FileEntry]:
-        """Sort, build the table, write the four files."""
+        """Sort, build the tables, write the files."""
         width = self.width
         text = np.frombuffer(self._packed, np.uint8)
         order = build_suffix_order(text, width)
         report("sort", num_tokens)
-        table, num_contexts = build_table(text, width, order)
+        frequent = find_frequent(text, width, order)
+        table, num_contexts = build_table(text, width, order, frequent)
+        contexts, runs = build_continuations(text, width, order, frequent)
+        samples = plain.sample_order(text, width, order)
         names = b"".join(self.names)
         name_offsets = np.cumsum([0] + [len(name) for name in self.names], dtype=np.int64)
         docs = [np.asarray(self.offsets, np.int64), name_offsets, names]
-        tokens_file, suffixes_file, documents_file, table_file = segment_files(number)
+        files: dict[str, tuple[bytes, int, int, list[Any]]] = {
+            "tokens": (b"u%dbe" % width, self.size, len(self.names), [text]),
+            "suffixes": (b"i4le", len(order), 0, [order]),
+            "documents": (b"i8le", len(self.names), len(names), docs),
+            "table": (b"u4le", table.size, num_contexts, [table]),
+            "continuations": (b"u4le", contexts.size + runs.size, len(contexts), [contexts, runs]),
+            "samples": (b"u8le", samples.size, plain.SAMPLE_STRIDE, [samples]),
+        }
+        kinds = {**KINDS, **HINTS}
         entries = {
-            tokens_file: write_file(folder / tokens_file, b"toks", b"u%dbe" % width, self.size, len(self.names), [text]),
-            suffixes_file: write_file(folder / suffixes_file, b"sufx", b"i4le", len(order), 0, [order]),
-            documents_file: write_file(folder / documents_file, b"docs", b"i8le", len(self.names), len(names), docs),
-            table_file: write_file(folder / table_file, b"tabl", b"u4le", table.size, num_contexts, [table]),
+            (name := segment_file(number, ending)): write_file(folder / name, kinds[ending], *content)
+            for ending, content in files.items()
         }
         report("write", num_tokens)
         return entries
@@ -616,28 +640,46 @@ def build_suffix_order(text: NDArray[np.uint8], width: int) -> NDArray[np.int32]
     return order[: bisect_left(order, True, key=lambda position: bool(np.all(tokens[position] == 255)))]
 
 
-def build_table(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -> tuple[NDArray[np.uint32], int]:
-    """The table of the most frequent contexts, uint32 [slots, 3], and how many it holds. `order` is sound.
+def find_frequent(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The contexts that the tables are chosen from, as `plain.frequent_contexts` has them. `order` is sound. O(n)."""
+    if len(order) >= KERNEL_TOKENS:
+        from retriever import kernels
+
+        return kernels.frequent_contexts(text, width, order, separator_of(width), _TABLE_MIN_COUNT)
+    return plain.frequent_contexts(unpack_tokens(text, width), order, separator_of(width), _TABLE_MIN_COUNT)
+
+
+def build_table(
+    text: NDArray[np.uint8], width: int, order: NDArray[np.int32], frequent: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], int]:
+    """The table of the most frequent contexts, uint32 [slots, 3], and how many it holds; `frequent` is that of `find_frequent`.
 
     At most half full, and at most 0.75 bytes a token (but 16 slots at least). O(n).
     """
     table = np.zeros((1 << max(len(order) // 16, 16).bit_length() - 1, 3), np.uint32)
-    separator = separator_of(width)
+    contexts = frequent[np.argsort(-frequent[:, 2], kind="stable")[: len(table) // 2]]
     if len(order) >= KERNEL_TOKENS:
         from retriever import kernels
 
-        contexts = _most_frequent(kernels.frequent_contexts(text, width, order, separator, _TABLE_MIN_COUNT), table)
         kernels.fill_table(table, text, width, order, contexts)
     else:
-        tokens = unpack_tokens(text, width)
-        contexts = _most_frequent(plain.frequent_contexts(tokens, order, separator, _TABLE_MIN_COUNT), table)
-        plain.fill_table(table, tokens, order, contexts)
+        plain.fill_table(table, unpack_tokens(text, width), order, contexts)
     return table, len(contexts)
 
 
-def _most_frequent(contexts: NDArray[np.int64], table: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Those that fill half of the table."""
-    return contexts[np.argsort(-contexts[:, 2], kind="stable")[: len(table) // 2]]
+def build_continuations(
+    text: NDArray[np.uint8], width: int, order: NDArray[np.int32], frequent: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """What most often follows the most frequent contexts of 1 and 2 tokens: uint32 [c, 4] (low, count, length, end of its runs)
+    and uint32 [r, 3] (next token, low, count), as `plain.frequent_continuations` chooses them from `frequent`.
+
+    At most 0.08 bytes a token.
+    """
+    most_words = int(_CONTINUATION_BYTES * len(order)) // 4
+    contexts, runs = plain.frequent_continuations(frequent, _CONTINUED_MIN_COUNT, most_words)
+    last = order[runs[:, 1]] + runs[:, 0] - 1
+    runs[:, 0] = unpack_tokens(text.reshape(-1, width)[last].reshape(-1), width)
+    return contexts.astype(np.uint32, order="C"), runs.astype(np.uint32, order="C")
 
 
 def tombstones(

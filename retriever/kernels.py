@@ -34,7 +34,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from retriever.plain import TABLE_CONTEXT
+from retriever.plain import MOST_RUNS, SAMPLE_STRIDE, SAMPLE_WORDS, TABLE_CONTEXT
 
 if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
@@ -71,6 +71,9 @@ MAX_EVIDENCE_LENGTH = 64
 """Match lengths reported beside a node stop here."""
 
 _NOTHING_LEFT = np.zeros(0, np.uint64)
+_NO_CONTEXTS = np.zeros((0, 4), np.uint32)
+_NO_RUNS = np.zeros((0, 3), np.uint32)
+_NO_SAMPLES = np.zeros((0, SAMPLE_WORDS), np.uint64)
 
 POOL_ORDERS = np.array([1, 2, 4, 8], np.int64)
 """A pool chains the earlier places that agree in the last 1, 2, 4 and 8 tokens."""
@@ -89,13 +92,14 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     A node's probability given its parent is PPM-C back-off (Moffat 1990, method C) over match lengths: with the rows that agree
     with the path so far, for every length L among them from the shortest up,
 
-        prob_L(x) = c_L(x) / (C_L + D_L)  +  D_L / (C_L + D_L) * prob_{L'}(x)
+        prob_L(x) = K_L / (K_L + D_L) * c_L(x) / C_L  +  D_L / (K_L + D_L) * prob_{L'}(x)
 
     L' the next shorter length, c_L(x) the weight of the rows of length L or more that go on with x, C_L its sum over x, D_L
-    the number of different x. Below the shortest stands 0: what is left over is the chance of something not seen. Rows that
-    have ended are not counted. lengths[i] is the longest match among the rows at the node's parent, plus the parent's depth,
-    at most 64; counts[i] is the weight at that length there. Ties, which are paths whose probabilities agree to 2^-32 of
-    themselves, go to the smaller token (by its last 20 bits), then to the earlier parent. No rows, or a budget below 1: no
+    the number of different x, K_L that of rows: how far to trust a length is a matter of how many occurrences were looked at,
+    not of how many they stand for. Below the shortest stands 0: what is left over is the chance of something not seen. Rows
+    that have ended are not counted. lengths[i] is the longest match among the rows at the node's parent, plus the parent's
+    depth, at most 64; counts[i] is the weight at that length there. Ties, which are paths whose probabilities agree to 2^-32
+    of themselves, go to the smaller token (by its last 20 bits), then to the earlier parent. No rows, or a budget below 1: no
     nodes.
 
     Cost: O(budget K (log K + number of lengths)) at worst; a node costs as much as it has rows, and rows run out fast.
@@ -137,7 +141,7 @@ def _blend(
     # candidate a depth.
     limit = num_rows * min(depth_limit, size)
     integers = np.empty(3 * num_rows + 1 + 6 * limit + 2 * size + 1, np.int64)
-    floats = np.empty(num_rows * (num_levels + 1) + num_levels + 2 * limit + size + 1, np.float64)
+    floats = np.empty(num_rows * (num_levels + 1) + 2 * num_levels + 2 * limit + size + 1, np.float64)
 
     # A node is a run of `keys`, one key a row, its next token above the row's number: sorting a run groups it by next token,
     # and every group is again a run, that of a child. The runs of a node's children lie inside its own, so one array does for
@@ -150,6 +154,7 @@ def _blend(
     child_weight, floats = floats[: num_rows * num_levels].reshape(num_rows, num_levels), floats[num_rows * num_levels :]
     child_prob, floats = floats[:num_rows], floats[num_rows:]
     own_weight, floats = floats[:num_levels], floats[num_levels:]
+    level_rows, floats = floats[:num_levels], floats[num_levels:]
 
     # What may be emitted next: a heap of numbers of candidates, and beside them what orders them.
     heap, integers = integers[:limit], integers[limit:]
@@ -185,11 +190,12 @@ def _blend(
                 row = keys[low] & 0xFFFFFFFF
                 num_children = 1
                 child_low[0], child_low[1] = low, end
-                child_prob[0] = weights[row] / (weights[row] + 1.0)
+                child_prob[0] = 0.5
                 node_length[node + 1] = lengths[row] + depth
                 node_count[node + 1] = weights[row]
             elif end > low:
                 _sort(keys, low, end, room)
+                level_rows[:] = 0.0
                 top = -1
                 bottom = num_levels
                 for i in range(low, end):
@@ -202,6 +208,7 @@ def _blend(
                     row = keys[i] & 0xFFFFFFFF
                     level = level_of[lengths[row]]
                     child_weight[num_children - 1, level] += weights[row]
+                    level_rows[level] += 1.0
                     top = max(top, level)
                     bottom = min(bottom, level)
                 child_low[num_children] = end
@@ -212,6 +219,7 @@ def _blend(
                     for child in range(num_children):
                         own_weight[level] += child_weight[child, level]
                 for level in range(top - 1, bottom - 1, -1):
+                    level_rows[level] += level_rows[level + 1]
                     for child in range(num_children):
                         child_weight[child, level] += child_weight[child, level + 1]
                 node_length[node + 1] = levels[top] + depth
@@ -224,9 +232,10 @@ def _blend(
                     for child in range(num_children):
                         total += child_weight[child, level]
                         distinct += child_weight[child, level] > 0.0
-                    escape = distinct / (total + distinct)
+                    escape = distinct / (level_rows[level] + distinct)
+                    share = (1.0 - escape) / total
                     for child in range(num_children):
-                        child_prob[child] = child_weight[child, level] / (total + distinct) + escape * child_prob[child]
+                        child_prob[child] = child_weight[child, level] * share + escape * child_prob[child]
 
             for child in range(num_children):
                 token = keys[child_low[child]] >> 32
@@ -644,8 +653,49 @@ def fill_table(table: UInt32, text: Bytes, width: int, order: Int32, contexts: I
         table[slot, 2] = count
 
 
+# Samples of the order, in memory: where the text is not, a search would wait for the disk at every halving. With the first
+# bytes of every SAMPLE_STRIDE-th suffix it halves SAMPLE_STRIDE only.
+
+
 @inlined
-def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, key: Int32) -> tuple[int, int]:
+def compare_sample(sample: UInt64, words: UInt64, num_bytes: int) -> int:
+    """-1, 0 or 1: a sample against the first `num_bytes` of a packed key; 0 if they agree as far as the sample goes."""
+    for word in range(min(SAMPLE_WORDS, (num_bytes + 7) >> 3)):
+        here, wanted = sample[word], words[word]
+        if num_bytes - 8 * word < 8:
+            beyond = np.uint64(64 - 8 * (num_bytes - 8 * word))
+            here, wanted = here >> beyond, wanted >> beyond
+        if here != wanted:
+            return -1 if here < wanted else 1
+    return 0
+
+
+@inlined
+def narrow(samples: UInt64, words: UInt64, num_bytes: int, low: int, high: int) -> tuple[int, int]:
+    """The part (low, high) of an interval of the order outside of which no suffix begins with a packed key: what is before it
+    is below the key, what is behind it above. O(log n), without reading the text.
+    """
+    first, end = (low + SAMPLE_STRIDE - 1) // SAMPLE_STRIDE, min((high + SAMPLE_STRIDE - 1) // SAMPLE_STRIDE, len(samples))
+    last = end
+    while first < last:
+        middle = (first + last) // 2
+        if compare_sample(samples[middle], words, num_bytes) < 0:
+            first = middle + 1
+        else:
+            last = middle
+    low = max(low, (first - 1) * SAMPLE_STRIDE + 1)
+    last = end
+    while first < last:
+        middle = (first + last) // 2
+        if compare_sample(samples[middle], words, num_bytes) <= 0:
+            first = middle + 1
+        else:
+            last = middle
+    return low, high if first == end else min(high, first * SAMPLE_STRIDE)
+
+
+@inlined
+def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, samples: UInt64, key: Int32) -> tuple[int, int]:
     """The interval of `order` whose suffixes begin with `key` (at least one token); low = high if there are none.
 
     O(1) where the table knows the key, else O(log n) comparisons in the interval of its longest beginning that the table knows.
@@ -659,6 +709,8 @@ def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, key: Int
                 return low, high
             break
     words = pack_key(key, width)
+    if high - low > SAMPLE_STRIDE and len(samples):
+        low, high = narrow(samples, words, len(key) * width, low, high)
     low = lower_bound(text, width, order, words, len(key), low, high)
     if low == high or compare(text, width, order[low], words, len(key)) != 0:
         return low, low
@@ -726,15 +778,54 @@ def nth_left(left: UInt64, before: UInt64, low: int, high: int, k: int) -> int:
     return -1
 
 
+# What most often follows the most frequent contexts: the runs of their intervals, exact, where a sample of 64 would be coarse.
+# They are intervals of the order, so what is left of them after deletions is counted as everywhere.
+
+
+@inlined
+def runs_of(contexts: UInt32, runs: UInt32, length: int, low: int, high: int) -> tuple[int, int]:
+    """The rows (begin, end) of `runs` that the context of so many tokens, whose interval is [low, high), has; begin = end if it
+    has none. They lie in the interval, one behind the other. O(log contexts).
+    """
+    first, last = 0, len(contexts)
+    while first < last:
+        middle = (first + last) // 2
+        here = int64(contexts[middle, 0])
+        if here < low or (here == low and contexts[middle, 2] < length):
+            first = middle + 1
+        else:
+            last = middle
+    if first == len(contexts) or contexts[first, 0] != low or contexts[first, 1] != high - low or contexts[first, 2] != length:
+        return 0, 0
+    begin, end = int64(contexts[first - 1, 3]) if first else 0, int64(contexts[first, 3])
+    if not begin < end <= min(len(runs), begin + MOST_RUNS):
+        return 0, 0
+    for run in range(begin, end):
+        if runs[run, 1] < low or int64(runs[run, 1]) + int64(runs[run, 2]) > high:
+            return 0, 0
+        low = int64(runs[run, 1]) + int64(runs[run, 2])
+    return begin, end
+
+
 # A datastore: several segments
 
 
-def describe(text: Bytes, order: Int32, table: UInt32, left: UInt64 = _NOTHING_LEFT, before: UInt64 = _NOTHING_LEFT) -> Int64:
-    """int64 [10], a segment for the kernels below: address and size of each of its arrays. The caller keeps the arrays alive.
+def describe(
+    text: Bytes,
+    order: Int32,
+    table: UInt32,
+    contexts: UInt32 = _NO_CONTEXTS,
+    runs: UInt32 = _NO_RUNS,
+    samples: UInt64 = _NO_SAMPLES,
+    left: UInt64 = _NOTHING_LEFT,
+    before: UInt64 = _NOTHING_LEFT,
+) -> Int64:
+    """int64 [16], a segment for the kernels below: address and size of each of its arrays. The caller keeps the arrays alive.
 
-    `left` and `before` are empty where nothing was deleted.
+    `left` and `before` are empty where nothing was deleted; `contexts`, `runs` and `samples` where a segment has none.
     """
-    return np.array([n for array in (text, order, table, left, before) for n in (array.ctypes.data, len(array))], np.int64)
+    arrays = text, order, table, left, before, contexts, runs, samples
+    return np.array([number for array in arrays for number in (array.ctypes.data, len(array))], np.int64)
 
 
 @inlined
@@ -763,6 +854,21 @@ def _before_blocks(segment: Int64) -> UInt64:
 
 
 @inlined
+def _contexts(segment: Int64) -> UInt32:
+    return carray(_pointer(segment[10]), (segment[11], 4), np.uint32)
+
+
+@inlined
+def _runs(segment: Int64) -> UInt32:
+    return carray(_pointer(segment[12]), (segment[13], 3), np.uint32)
+
+
+@inlined
+def _samples(segment: Int64) -> UInt64:
+    return carray(_pointer(segment[14]), (segment[15], SAMPLE_WORDS), np.uint64)
+
+
+@inlined
 def usable_length(context: Int32, vocab_size: int, max_length: int) -> int:
     """How many tokens at the end of the context can be looked up: at most `max_length`, none before one that is no token."""
     length = 0
@@ -780,7 +886,7 @@ def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> 
     total = 0
     for s in range(len(segments)):
         segment = segments[s]
-        low, high = find_interval(_text(segment), width, _order(segment), _table(segment), key)
+        low, high = find_interval(_text(segment), width, _order(segment), _table(segment), _samples(segment), key)
         intervals[s, 0] = low
         intervals[s, 1] = high
         intervals[s, 2] = count_left(_left(segment), _before_blocks(segment), low, high)
@@ -873,9 +979,10 @@ def lookup(
 
     A shorter length becomes a class of its own where it occurs at least twice as often as the class before. Of a class at most
     `num_samples` occurrences are looked at, an even stride through the interval: unbiased, and stratified by continuation
-    since the interval is sorted by it. Occurrences that belong to a longer class stand there already; those left share the
-    class's exact count. After `end`, in nanoseconds of the monotonic clock (0: never), no more is searched for, and what has
-    been found is blended.
+    since the interval is sorted by it. Where there are more and the segments know their runs (see `runs_of`), every run is
+    looked at, and counts exactly. Occurrences that belong to a longer class stand there already; those left share the class's
+    exact count, or that of their run. After `end`, in nanoseconds of the monotonic clock (0: never), no more is searched for,
+    and what has been found is blended.
     """
     rows = np.empty((num_samples * num_classes, 1), np.int32)
     row_places = np.empty((num_samples * num_classes, 2), np.int64)
@@ -887,7 +994,13 @@ def lookup(
         num_rungs += 1
     intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
     counts = np.empty(num_rungs + 1, np.int64)
-    places = np.empty(num_samples, np.int64)
+    places = np.empty((num_samples, 2), np.int64)
+    shares = np.empty(num_samples, np.float64)
+    row_groups = np.empty(num_samples * num_classes, np.int64)
+    # What the sampled occurrences of a class stand for: group 0 is what no table knows, every other one next token.
+    group_token = np.empty(num_samples + 1, np.int64)
+    group_left = np.empty(num_samples + 1, np.float64)
+    group_fresh = np.empty(num_samples + 1, np.float64)
     num_rows = 0
     shortest = max(min_length, 1)
     length = longest_match(segments, width, context, shortest, limit, end, intervals, counts)
@@ -905,35 +1018,66 @@ def lookup(
         count = counts[slot]
         if count >= max(2 * longer_count, 1):
             first = num_rows
-            num_fresh = 0
+            num_groups = 1
+            group_left[0] = count - longer_count
+            group_fresh[0] = 0.0
             num_wanted = min(count, num_samples)
+            num_runs = 0
+            if length < TABLE_CONTEXT and count > num_samples:
+                num_runs = _count_runs(segments, length, intervals[slot])
+            in_runs = num_runs > 0 and 2 * (num_runs + len(segments)) <= num_samples
             before = 0  # occurrences in the segments before this one
             i = 0
             for s in range(len(segments)):
                 num_taken = 0
-                while i < num_wanted and sample_place(i, count, num_wanted) < before + intervals[slot, s, 2]:
-                    places[num_taken] = sample_place(i, count, num_wanted) - before
+                if in_runs and intervals[slot, s, 2] > 0:
+                    num_taken, num_groups = _stratify(
+                        segments[s],
+                        length,
+                        intervals[slot, s],
+                        count,
+                        num_samples - num_runs - len(segments),
+                        places,
+                        shares,
+                        group_token,
+                        group_left,
+                        group_fresh,
+                        num_groups,
+                    )
+                while not in_runs and i < num_wanted and sample_place(i, count, num_wanted) < before + intervals[slot, s, 2]:
+                    places[num_taken, 0] = sample_place(i, count, num_wanted) - before
+                    places[num_taken, 1] = 0
+                    shares[num_taken] = 1.0
                     num_taken += 1
                     i += 1
                 before += intervals[slot, s, 2]
                 if num_taken:
-                    num_rows, fresh = _take(
+                    num_rows = _take(
                         segments[s],
                         width,
                         vocab_size,
                         length,
                         intervals[slot, s],
                         places[:num_taken],
+                        shares,
                         longer,
                         longer_words,
                         rows,
                         row_places,
+                        row_groups,
+                        weights,
+                        group_fresh,
                         num_rows,
                     )
-                    num_fresh += fresh
             lengths[first:num_rows] = length
-            for i in range(first, num_rows):
-                weights[i] = (count - longer_count) / num_fresh
+            for group in range(1, num_groups):
+                for row in range(first):
+                    if rows[row, 0] == group_token[group]:
+                        group_left[group] -= weights[row]
+                        group_left[0] += weights[row]
+            for row in range(first, num_rows):
+                group = row_groups[row]
+                weights[row] *= max(group_left[group], 1.0) / group_fresh[group]
             if num_rows > first:
                 longer, longer_count = length, count
                 longer_words = pack_key(context[len(context) - length :], width)
@@ -943,6 +1087,121 @@ def lookup(
             slot -= 1
         length = rung(slot) if slot >= 0 else 0
     return _blend(rows[:num_rows], lengths[:num_rows], weights[:num_rows], budget, depth, row_places, width, vocab_size)
+
+
+@kernel
+def _count_runs(segments: Int64, length: int, intervals: Int64) -> int:
+    """How many runs the segments know in the intervals, int64 [S, 3], of a context of so many tokens."""
+    num_runs = 0
+    for s in range(len(segments)):
+        begin, end = runs_of(_contexts(segments[s]), _runs(segments[s]), length, intervals[s, 0], intervals[s, 1])
+        num_runs += end - begin
+    return num_runs
+
+
+@kernel
+def _stratify(
+    segment: Int64,
+    length: int,
+    interval: Int64,
+    total: int,
+    num_wanted: int,
+    places: Int64,
+    shares: Float64,
+    group_token: Int64,
+    group_left: Float64,
+    group_fresh: Float64,
+    num_groups: int,
+) -> tuple[int, int]:
+    """Choose places in what is left of an interval (low, high, left): one in each run that is known, one in the rest, and
+    beyond these `num_wanted` in `total` occurrences, to each as many as is its share.
+
+    Writes places int64 [m, 2], each a number among what is left and its group, and shares float64 [m], how many occurrences
+    each stands for; makes groups for the next tokens that have none, and moves the counts there from group 0. Returns m and
+    the number of groups.
+    """
+    left, before, runs = _left(segment), _before_blocks(segment), _runs(segment)
+    low, high, rest = interval[0], interval[1], interval[2]
+    begin, end = runs_of(_contexts(segment), runs, length, low, high)
+    run_places = np.empty((MOST_RUNS, 2), np.int64)
+    num_runs = 0
+    num_places = 0
+    for run in range(begin, end):
+        run_low = int64(runs[run, 1])
+        count = count_left(left, before, run_low, run_low + int64(runs[run, 2]))
+        if count == 0:
+            continue
+        place = count_left(left, before, low, run_low)
+        run_places[num_runs, 0], run_places[num_runs, 1] = place, count
+        num_runs += 1
+        rest -= count
+        group = 1
+        while group < num_groups and group_token[group] != runs[run, 0]:
+            group += 1
+        if group == num_groups:
+            group_token[group] = runs[run, 0]
+            group_left[group] = 0.0
+            group_fresh[group] = 0.0
+            num_groups += 1
+        group_left[group] += count
+        group_left[0] -= count
+        num_here = 1 + count * num_wanted // total
+        for i in range(num_here):
+            places[num_places, 0] = place + sample_place(i, count, num_here)
+            places[num_places, 1] = group
+            shares[num_places] = count / num_here
+            num_places += 1
+    if rest > 0:
+        num_here = 1 + rest * num_wanted // total
+        skipped = 0
+        run = 0
+        for i in range(num_here):
+            place = sample_place(i, rest, num_here) + skipped
+            while run < num_runs and run_places[run, 0] <= place:
+                skipped += run_places[run, 1]
+                place += run_places[run, 1]
+                run += 1
+            places[num_places, 0] = place
+            places[num_places, 1] = 0
+            shares[num_places] = rest / num_here
+            num_places += 1
+    return num_places, num_groups
+
+
+@kernel
+def frequent_next(segments: Int64, vocab_size: int, token: int, most: int) -> tuple[Int32, Int64]:
+    """(tokens int32 [m], counts int64 [m]): at most `most` tokens that most often follow a token, most frequent first, ties to
+    the smaller, as the tables of the segments that lost nothing have it. Reads nothing but the tables.
+    """
+    tokens = np.empty(len(segments) * MOST_RUNS, np.int32)
+    counts = np.empty(len(tokens), np.int64)
+    num_found = 0
+    key = np.full(1, token, np.int32)
+    for s in range(len(segments)):
+        if len(_left(segments[s])):
+            continue
+        runs = _runs(segments[s])
+        low, high = table_find(_table(segments[s]), key, 1, len(_order(segments[s])))
+        begin, end = runs_of(_contexts(segments[s]), runs, 1, low, high)
+        for run in range(begin, end):
+            at = 0
+            while at < num_found and tokens[at] != runs[run, 0]:
+                at += 1
+            if at == num_found:
+                if runs[run, 0] >= vocab_size:
+                    continue
+                tokens[at], counts[at] = runs[run, 0], 0
+                num_found += 1
+            counts[at] += int64(runs[run, 2])
+    num = max(0, min(most, num_found))
+    for i in range(num):
+        best = i
+        for j in range(i + 1, num_found):
+            if counts[j] > counts[best] or (counts[j] == counts[best] and tokens[j] < tokens[best]):
+                best = j
+        tokens[i], tokens[best] = tokens[best], tokens[i]
+        counts[i], counts[best] = counts[best], counts[i]
+    return tokens[:num], counts[:num]
 
 
 @kernel
@@ -1000,36 +1259,39 @@ def _take(
     length: int,
     interval: Int64,
     places: Int64,
+    shares: Float64,
     longer: int,
     longer_words: UInt64,
     rows: Int32,
     row_places: Int64,
+    row_groups: Int64,
+    weights: Float64,
+    group_fresh: Float64,
     num_rows: int,
-) -> tuple[int, int]:
-    """Make rows, from `num_rows` on, of what follows the occurrences at `places` of what is left of an interval (low, high,
-    left).
+) -> int:
+    """Make rows, from `num_rows` on, of what follows the occurrences at `places`, as `_stratify` has them, of what is left of
+    an interval (low, high, left). Returns how many rows there are then.
 
     A row's first token goes to `rows`, where it stands to `row_places`, both as `_blend` has them; none begins where a
-    document ends. Returns how many rows there are then, and how many occurrences were looked at; those of the `longer` class
-    are not. Three passes, so that the processor waits for many places in memory at once and not for one after the other: where
-    in the order, where in the text, what is there.
+    document ends. Its share goes to `weights`, and is added up by groups in `group_fresh`, that of ended ones too; occurrences
+    of the `longer` class are passed over. Three passes, so that the processor waits for many places in memory at once and not
+    for one after the other: where in the order, where in the text, what is there.
     """
     text, order, left, before = _text(segment), _order(segment), _left(segment), _before_blocks(segment)
     low, high = interval[0], interval[1]
     for i in range(len(places)):
-        places[i] = nth_left(left, before, low, high, places[i])
-        _prefetch(segment[2] + 4 * places[i])
+        places[i, 0] = nth_left(left, before, low, high, places[i, 0])
+        _prefetch(segment[2] + 4 * places[i, 0])
     ahead = longer - length if longer else 0  # a longer match begins so many tokens earlier
     for i in range(len(places)):
-        position = int64(order[places[i]]) if 0 <= places[i] < high else -1
-        places[i] = position
+        position = int64(order[places[i, 0]]) if 0 <= places[i, 0] < high else -1
+        places[i, 0] = position
         _prefetch(segment[0] + (position + length) * width)
-    num_fresh = 0
     for i in range(len(places)):
-        position = places[i]
+        position = places[i, 0]
         if longer and compare(text, width, position - ahead, longer_words, ahead) == 0:
             continue
-        num_fresh += 1
+        group_fresh[places[i, 1]] += shares[i]
         if position >= 0:
             begin = segment[0] + (position + length) * width
             end = segment[0] + segment[1]
@@ -1038,8 +1300,10 @@ def _take(
                 rows[num_rows, 0] = token
                 row_places[num_rows, 0] = begin
                 row_places[num_rows, 1] = end
+                row_groups[num_rows] = places[i, 1]
+                weights[num_rows] = shares[i]
                 num_rows += 1
-    return num_rows, num_fresh
+    return num_rows
 
 
 # A text in memory that grows: chains of the places that agree in their last 1, 2, 4 or 8 tokens

@@ -12,6 +12,14 @@ from numpy.typing import NDArray
 TABLE_CONTEXT = 3
 """The table knows contexts of 1 up to this many tokens."""
 
+MOST_RUNS = 16
+"""Continuations kept of a context, at most; none of less than one in LEAST_SHARE of its occurrences."""
+LEAST_SHARE = 64
+
+SAMPLE_STRIDE = 256
+SAMPLE_WORDS = 2
+"""Of every 256th suffix the first 16 bytes are kept in memory."""
+
 _STRIDE = 1 << 20
 
 
@@ -78,6 +86,57 @@ def fill_table(
             slot = (slot + 1) & last
         taken.add(slot)
         table[slot] = code >> 32, low, count
+
+
+def frequent_continuations(
+    frequent: NDArray[np.int64], min_count: int, most_words: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What most often follows the contexts of 1 and 2 tokens that occur `min_count` times or more, out of `frequent`, rows of
+    `frequent_contexts`: a context's continuations are the contexts of one token more in its interval. O(m log m).
+
+    Returns contexts int64 [c, 4] (low, count, length, end), by low, then by length, and runs int64 [r, 3] (length, low, count),
+    those of a context ascending by low: the rows from the `end` of the context before to its own. MOST_RUNS of a context at
+    most, and the most frequent contexts first, as long as 4 c + 3 r is at most `most_words`.
+    """
+    parents, children, owners = (list[NDArray[np.int64]]() for _ in range(3))
+    for length in range(1, TABLE_CONTEXT):
+        contexts = frequent[(frequent[:, 0] == length) & (frequent[:, 2] >= min_count)]
+        longer = frequent[frequent[:, 0] == length + 1]
+        owner = np.searchsorted(contexts[:, 1], longer[:, 1], "right") - 1
+        inside = owner >= 0
+        if len(contexts):
+            inside &= longer[:, 1] < contexts[owner, 1] + contexts[owner, 2]
+            inside &= longer[:, 2] * LEAST_SHARE >= contexts[owner, 2]
+        owners.append(owner[inside] + sum(len(earlier) for earlier in parents))
+        parents.append(contexts)
+        children.append(longer[inside])
+    parent, child, owner = (np.concatenate(arrays) for arrays in (parents, children, owners))
+
+    by_count = np.lexsort((child[:, 1], -child[:, 2], owner))
+    child, owner = child[by_count], owner[by_count]
+    kept = np.arange(len(child)) - np.searchsorted(owner, owner) < MOST_RUNS
+    child, owner = child[kept], owner[kept]
+    num_runs = np.bincount(owner, minlength=len(parent))
+    best = np.argsort(-parent[:, 2], kind="stable")
+    best = best[num_runs[best] > 0]
+    best = best[np.cumsum(4 + 3 * num_runs[best]) <= most_words]
+    best = best[np.lexsort((parent[best, 0], parent[best, 1]))]
+
+    place = np.full(len(parent), -1)
+    place[best] = np.arange(len(best))
+    child, owner = child[place[owner] >= 0], place[owner[place[owner] >= 0]]
+    ends = np.cumsum(num_runs[best])
+    return np.column_stack((parent[best][:, [1, 2, 0]], ends)), child[np.lexsort((child[:, 1], owner))]
+
+
+def sample_order(text: NDArray[np.uint8], width: int, order: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """uint64 [ceil(n / SAMPLE_STRIDE), SAMPLE_WORDS]: the first bytes of every so many-th suffix, the first byte highest, zeros
+    beyond the text.
+    """
+    begins = order[::SAMPLE_STRIDE].astype(np.int64) * width
+    at = begins[:, None] + np.arange(8 * SAMPLE_WORDS)
+    samples = np.where(at < len(text), text[np.minimum(at, len(text) - 1)], np.uint8(0))
+    return samples.view(">u8").astype(np.uint64)
 
 
 def left_suffixes(order: NDArray[np.int32], offsets: NDArray[np.int64], deleted: NDArray[np.bool_]) -> NDArray[np.uint64]:

@@ -13,16 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.errors import BadManifest
-from retriever.format import DELETED, KINDS, FileEntry, Manifest, MappedFile, deleted_file, segment_files
+from retriever.format import DELETED, HINTS, KINDS, FileEntry, Manifest, MappedFile, segment_file
+from retriever.plain import SAMPLE_STRIDE, SAMPLE_WORDS
 from retriever.suffixes import token_width
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """The mapped arrays of a segment, found to agree in size. `files` has them by the endings of `format.KINDS`.
+    """The mapped arrays of a segment, found to agree in size. `files` has them by the endings of `format.KINDS` and others.
 
     1. `text` uint8 [(num_tokens + num_documents) * width], big-endian, each document ended by the separator.
-    2. `order` int32 [num_tokens]; `table` uint32 [slots, 3], slots a power of two; the table is a copy in memory.
+    2. `order` int32 [num_tokens]; `table` uint32 [slots, 3], slots a power of two; `contexts` uint32 [c, 4] and `runs` uint32
+       [r, 3] as `format.build_continuations` makes them, `samples` uint64 [s, 2] as `plain.sample_order` does, empty in
+       segments that have none. All but the order are copies in memory.
     3. `offsets` and `name_offsets` int64 [num_documents + 1]; `names` uint8.
     4. `left` and `ranks` uint64 as `plain.left_suffixes` and `plain.ranks` make them, empty where nothing was deleted;
        `living` int64, the documents that were not.
@@ -33,12 +36,19 @@ class Segment:
     text: NDArray[np.uint8]
     order: NDArray[np.int32]
     table: NDArray[np.uint32]
+    contexts: NDArray[np.uint32]
+    runs: NDArray[np.uint32]
+    samples: NDArray[np.uint64]
     offsets: NDArray[np.int64]
     name_offsets: NDArray[np.int64]
     names: NDArray[np.uint8]
     left: NDArray[np.uint64]
     ranks: NDArray[np.uint64]
     living: NDArray[np.int64]
+
+    def read_by_kernels(self) -> tuple[NDArray[Any], ...]:
+        """The arguments of `kernels.describe`."""
+        return self.text, self.order, self.table, self.contexts, self.runs, self.samples, self.left, self.ranks
 
     def looked_up(self) -> tuple[NDArray[Any], ...]:
         """The mapped arrays that lookups read."""
@@ -61,17 +71,18 @@ class Segment:
 
     @staticmethod
     def open(folder: Path, number: int, entries: dict[str, FileEntry], width: int) -> Segment:
-        names = dict(zip(KINDS, segment_files(number), strict=True))
-        files = {kind: MappedFile.open(folder / name, KINDS[kind], entries[name]) for kind, name in names.items()}
-        name = deleted_file(number)
-        if name in entries:
-            files[DELETED] = MappedFile.open(folder / name, b"tomb", entries[name])
+        kinds = {**KINDS, **HINTS, DELETED: b"tomb"}
+        files = {
+            ending: MappedFile.open(folder / name, kind, entries[name])
+            for ending, kind in kinds.items()
+            if (name := segment_file(number, ending)) in entries
+        }
         for file in files.values():
             if file.small:
                 file.refuse_damage()
-        tokens, suffixes, documents, table = (files[kind].header for kind in KINDS)
+        tokens, suffixes, documents, table = (files[ending].header for ending in KINDS)
         num_documents = documents.count
-        agree = (
+        agree = [
             (tokens.dtype == b"u%dbe" % width and tokens.payload_bytes == tokens.count * width, "tokens"),
             (suffixes.dtype == b"i4le" and suffixes.payload_bytes == 4 * suffixes.count, "suffixes"),
             (suffixes.count == tokens.count - num_documents and tokens.second_count == num_documents, "suffixes"),
@@ -79,10 +90,24 @@ class Segment:
             (documents.payload_bytes == 16 * (num_documents + 1) + documents.second_count, "documents"),
             (table.dtype == b"u4le" and table.payload_bytes == 4 * table.count, "table"),
             (table.count % 3 == 0 and (table.count // 3).bit_count() == 1, "table"),
-        )
+        ]
+        num_contexts, contexts, samples = 0, np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+        if "continuations" in files:
+            header = files["continuations"].header
+            num_contexts, num_words = header.second_count, header.count - 4 * header.second_count
+            agree.append((header.dtype == b"u4le" and header.payload_bytes == 4 * header.count, "continuations"))
+            agree.append((num_words >= 0 and num_words % 3 == 0, "continuations"))
+        if "samples" in files:
+            header, num_samples = files["samples"].header, -(-suffixes.count // SAMPLE_STRIDE)
+            agree.append((header.dtype == b"u8le" and header.second_count == SAMPLE_STRIDE, "samples"))
+            agree.append((header.payload_bytes == 8 * header.count == 8 * SAMPLE_WORDS * num_samples, "samples"))
         for holds, kind in agree:
             if not holds:
                 raise BadManifest(files[kind].path, "counts in the header contradict each other or the manifest")
+        if "continuations" in files:
+            contexts = files["continuations"].payload.view(np.uint32).copy()
+        if "samples" in files:
+            samples = files["samples"].payload.view(np.uint64).copy()
         left = ranks = np.zeros(0, np.uint64)
         living = np.arange(num_documents)
         if DELETED in files:
@@ -100,6 +125,9 @@ class Segment:
             files["tokens"].payload,
             files["suffixes"].payload.view(np.int32),
             files["table"].payload.view(np.uint32).reshape(-1, 3).copy(),
+            contexts[: 4 * num_contexts].reshape(-1, 4),
+            contexts[4 * num_contexts :].reshape(-1, 3),
+            samples.reshape(-1, SAMPLE_WORDS),
             payload[:split].view(np.int64),
             payload[split : 2 * split].view(np.int64),
             payload[2 * split :],

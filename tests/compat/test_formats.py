@@ -43,4 +43,4 @@ def test_it_can_be_updated(path: Path, tmp_path: Path) -> None:
     with Datastore.open(version) as store:
         assert {document.name for document in store.documents()} == {*names[1:], "new.md"}
         assert store.check(full=True) == []
-    assert '"format_version": 2' in (version / MANIFEST).read_text()
+    assert '"format_version": 3' in (version / MANIFEST).read_text()

@@ -15,6 +15,13 @@ from retriever.datastore import Datastore
 Build = Callable[..., Datastore]
 
 
+def know_all_contexts(patch: pytest.MonkeyPatch) -> None:
+    """Let even rare contexts be in the tables, which of a small corpus know nothing else."""
+    patch.setattr(corpus_format, "_TABLE_MIN_COUNT", 1)
+    patch.setattr(corpus_format, "_CONTINUED_MIN_COUNT", 1)
+    patch.setattr(corpus_format, "_CONTINUATION_BYTES", 100)
+
+
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """Write documents (token lists) as one more version of a corpus, and open it."""

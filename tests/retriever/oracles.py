@@ -96,7 +96,8 @@ def pool_rows(documents: Sequence[Document], context: Sequence[int], max_length:
 
 
 def child_probs(rows: Sequence[Row], path: tuple[int, ...]) -> dict[int, float]:
-    """PPM-C, straight from its definition: the probability of every token after `path`, given that the path was taken."""
+    """PPM-C, straight from its definition, rows counted as what was seen: the probability of every token after `path`, given
+    that the path was taken."""
     depth = len(path)
     alive = [row for row in rows if row.continuation[:depth] == path and len(row.continuation) > depth]
     probs = {row.continuation[depth]: 0.0 for row in alive}
@@ -106,11 +107,9 @@ def child_probs(rows: Sequence[Row], path: tuple[int, ...]) -> dict[int, float]:
             if row.length >= length:
                 token = row.continuation[depth]
                 weights[token] = weights.get(token, 0.0) + row.weight
-        total, distinct = sum(weights.values()), len(weights)
-        probs = {
-            token: weights.get(token, 0.0) / (total + distinct) + distinct / (total + distinct) * below
-            for token, below in probs.items()
-        }
+        escape = len(weights) / (sum(row.length >= length for row in alive) + len(weights))
+        total = sum(weights.values())
+        probs = {token: (1 - escape) * weights.get(token, 0.0) / total + escape * below for token, below in probs.items()}
     return probs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,29 +16,30 @@ from retriever.datastore import Datastore
 from retriever.errors import FormatError
 from retriever.format import read_metadata, write_version
 from retriever.update import write_update
+from tests.retriever.conftest import know_all_contexts
 
 FILES = [
     "manifest.json",
     "metadata",
-    *(f"seg-0000.{kind}" for kind in ("tokens", "suffixes", "documents", "table")),
-    *(f"seg-0001.{kind}" for kind in ("tokens", "suffixes", "documents", "table", "deleted")),
+    *(f"seg-0000.{kind}" for kind in ("tokens", "suffixes", "documents", "table", "continuations", "samples")),
+    *(f"seg-0001.{kind}" for kind in ("tokens", "suffixes", "documents", "table", "continuations", "samples", "deleted")),
 ]
 VOCAB_SIZE = 300
 
 
 @pytest.fixture(scope="module")
-def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def version(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A version with all kinds of files: two segments, one of which lost documents, and metadata."""
     root = tmp_path_factory.mktemp("damage")
     rng = np.random.default_rng(5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format, "_TABLE_MIN_COUNT", 1)  # else so small a corpus has an empty table
+        know_all_contexts(patch)
         old = [(f"old{i}", rng.integers(0, 7, 60)) for i in range(12)]
         base = write_version(root, "c", "v0", old, fingerprint="words", vocab_size=VOCAB_SIZE)
         new = [(f"new{i}", rng.integers(0, 7, 40)) for i in range(4)]
         path = write_update(root, "c", "v1", base, new, removed=["old3", "old7"], metadata=bytes(range(200)))
-    assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
-    return path
+        assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
+        yield path
 
 
 @st.composite
@@ -96,8 +98,9 @@ def test_damage_costs_drafts_at_most(
             return
         with store:
             key = np.array(context, np.int32)
-            found = store.lookup(key, 16, samples=20, classes=4)
+            found = store.lookup(key, 16, samples=40, classes=4)
             found.validate()
+            assert np.all(store.frequent_next(context[-1])[0] < VOCAB_SIZE)
             assert np.all(found.tokens < VOCAB_SIZE)
             store.longest_match(key)
             store.search(key, 5)

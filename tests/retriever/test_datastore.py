@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retriever import format as corpus_format
-from retriever import kernels
+from retriever import kernels, plain
 from retriever.continuations import Continuations, Match
 from retriever.datastore import Datastore
 from retriever.errors import Closed, TokenizerMismatch
-from retriever.format import build_suffix_order, build_table
+from retriever.format import build_continuations, build_suffix_order, build_table, find_frequent
 from retriever.suffixes import pack_tokens, separator_of, token_width
 from tests.retriever import oracles
 from tests.retriever.conftest import Build
@@ -38,7 +38,10 @@ class Segments:
             tokens = [token for text in documents for token in [*text, separator_of(self.width)]]
             text = pack_tokens(np.array(tokens, np.int64), self.width)
             order = build_suffix_order(text, self.width)
-            self.arrays.append((text, order, build_table(text, self.width, order)[0]))
+            frequent = find_frequent(text, self.width, order)
+            table, _ = build_table(text, self.width, order, frequent)
+            contexts, runs = build_continuations(text, self.width, order, frequent)
+            self.arrays.append((text, order, table, contexts, runs, plain.sample_order(text, self.width, order)))
         self.described = np.stack([kernels.describe(*arrays) for arrays in self.arrays])
 
     def longest_match(self, context: Sequence[int], max_length: int) -> tuple[int, int]:
@@ -106,8 +109,12 @@ def test_a_corpus_with_many_segments(build: Build) -> None:
         pieces.document_name(-1)
 
 
-def test_a_sample_has_the_shares_of_the_whole(build: Build) -> None:
-    """64 of 6000 occurrences, at an even stride over several segments, give every share to within a sample or two."""
+def test_a_sample_has_the_shares_of_the_whole(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of 6000 occurrences, at an even stride over several segments, give every share to within a sample or two.
+
+    The tables have no room for what follows the token.
+    """
+    monkeypatch.setattr(corpus_format, "_CONTINUATION_BYTES", 0)
     shares = {1: 0.5, 2: 0.3, 3: 0.15, 4: 0.05}
     rng = np.random.default_rng(7)
     followers = rng.choice(list(shares), 6000, p=list(shares.values())).tolist()
@@ -116,17 +123,25 @@ def test_a_sample_has_the_shares_of_the_whole(build: Build) -> None:
     assert store.manifest.num_segments > 1
     found = store.lookup(np.array([9], np.int32), 8, classes=1, depth=1, samples=64)
     assert found.counts.tolist() == [6000] * 4
+    assert found.probs.sum() == pytest.approx(64 / (64 + 4))
     for token, prob in zip(found.tokens.tolist(), found.probs.tolist(), strict=True):
-        assert abs(prob - followers.count(token) / 6000) < 2 / 64
+        assert abs(prob * 68 / 64 - followers.count(token) / 6000) < 2 / 64
 
 
-def test_counts_of_a_sampled_class_stay_exact(build: Build) -> None:
-    """Occurrences of the longer class leave the sample of the shorter one, and those left share its exact count."""
+@pytest.mark.parametrize(("bytes_a_token", "num_seen"), [(0, 60), (0.08, 58)])
+def test_counts_of_a_sampled_class_stay_exact(
+    build: Build, monkeypatch: pytest.MonkeyPatch, bytes_a_token: float, num_seen: int
+) -> None:
+    """Occurrences of the longer class leave the sample of the shorter one, and those left share its exact count.
+
+    With or without tables that know what follows.
+    """
+    monkeypatch.setattr(corpus_format, "_CONTINUATION_BYTES", bytes_a_token)
     documents = [[5, 9, 1]] * 10 + [[6, 9, 2]] * 990
     found = build(documents).lookup(np.array([5, 9], np.int32), 2, samples=50)
     by_token = dict(zip(found.tokens.tolist(), found.probs.tolist(), strict=True))
-    short = {1: 10 / 1002, 2: 990 / 1002}
-    assert by_token == pytest.approx({1: 10 / 11 + short[1] / 11, 2: short[2] / 11}, abs=1e-5)
+    trust = num_seen / (num_seen + 2)
+    assert by_token == pytest.approx({1: 10 / 11 + trust * 0.01 / 11, 2: trust * 0.99 / 11}, abs=1e-5)
 
 
 def test_size_on_disk(build: Build) -> None:
@@ -142,17 +157,17 @@ def test_size_on_disk(build: Build) -> None:
 def test_a_damaged_table_points_nowhere_else() -> None:
     """Whatever stands in the table's slots, an interval it yields lies in the order."""
     segments = Segments([[[1, 2, 1, 2, 1, 2, 1, 2] * 5]], 4)
-    text, order, table = segments.arrays[0]
+    text, order, table, _, _, samples = segments.arrays[0]
     assert np.count_nonzero(table[:, 2]) == 6
     key = np.array([1], np.int32)
-    expected = kernels.find_interval(text, segments.width, order, table, key)
+    expected = kernels.find_interval(text, segments.width, order, table, samples, key)
     for low, count in ((0, 2**32 - 1), (2**32 - 1, 1), (len(order), 1), (1, len(order)), (2**32 - 1, 2**32 - 1)):
         damaged = table.copy()
         damaged[table[:, 2] > 0, 1:] = low, count
-        assert kernels.find_interval(text, segments.width, order, damaged, key) == expected
+        assert kernels.find_interval(text, segments.width, order, damaged, samples, key) == expected
     damaged = table.copy()
     damaged[:, 2] = 1  # no slot is empty any more: the search still ends
-    kernels.find_interval(text, segments.width, order, damaged, np.array([3], np.int32))
+    kernels.find_interval(text, segments.width, order, damaged, samples, np.array([3], np.int32))
 
 
 def test_what_it_says_of_itself(build: Build) -> None:

@@ -19,15 +19,16 @@ from retriever import format
 from retriever.datastore import Datastore
 from retriever.errors import BadMagic, BadManifest, ChecksumMismatch, FormatError, Truncated, UnsupportedVersion, VersionExists
 from retriever.format import write_version
-from tests.retriever.conftest import Build
+from tests.retriever.conftest import Build, know_all_contexts
 
-FILES = ["seg-0000.documents", "seg-0000.suffixes", "seg-0000.table", "seg-0000.tokens"]
+FILES = [f"seg-0000.{ending}" for ending in ("continuations", "documents", "samples", "suffixes", "table", "tokens")]
 TEXT = [[1, 2, 3, 1, 2, 4], [5, 1, 2, 3]]
 
 
 @pytest.fixture
-def version(build: Build) -> Path:
-    """The folder of a good version."""
+def version(build: Build, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a good version, with tables that have something."""
+    know_all_contexts(monkeypatch)
     return build(TEXT).path
 
 
@@ -42,7 +43,7 @@ def test_the_bytes_are_those_drawn(version: Path) -> None:
     """The drawing at the top of format.py, read with `struct` alone."""
     data = (version / "seg-0000.tokens").read_bytes()
     magic, number, kind, dtype, zero, count, second, size, checksum, own = struct.unpack("<8sI4s4sIQQQQQ", data[:64])
-    assert (magic, number, kind, dtype, zero) == (b"\x89LOOM\r\n\x1a", 2, b"toks", b"u1be", 0)
+    assert (magic, number, kind, dtype, zero) == (b"\x89LOOM\r\n\x1a", 3, b"toks", b"u1be", 0)
     assert (count, second, size) == (12, 2, 12)
     assert data[64:] == bytes([1, 2, 3, 1, 2, 4, 255, 5, 1, 2, 3, 255])
     assert checksum == xxhash.xxh3_64_intdigest(data[64:])
@@ -111,12 +112,15 @@ def test_every_cut_is_noticed(version: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_altered_header_byte_is_noticed(version: Path, name: str) -> None:
-    """One flipped bit in any of the 64 bytes: the file is refused by name, for a reason that fits the place."""
+    """One flipped bit in any of the 64 bytes: the file is refused by name, for a reason that fits the place.
+
+    That of byte 8 makes the format version another one that can be read.
+    """
     for at in range(64):
         flip(version / name, at, at % 8)
         with pytest.raises(FormatError, match=name) as caught:
             Datastore.open(version)
-        expected = BadMagic if at < 8 else UnsupportedVersion if at < 12 else ChecksumMismatch
+        expected = BadMagic if at < 8 else UnsupportedVersion if 8 < at < 12 else ChecksumMismatch
         assert type(caught.value) is expected, f"byte {at}"
         flip(version / name, at, at % 8)
     Datastore.open(version)
@@ -126,10 +130,10 @@ def test_a_later_format_is_named(version: Path) -> None:
     """A file of another format version, otherwise sound, says which one it is and which one is read."""
     path = version / "seg-0000.tokens"
     data = bytearray(path.read_bytes())
-    data[8] = 3
+    data[8] = 4
     data[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(data[:56])))
     path.write_bytes(data)
-    with pytest.raises(UnsupportedVersion, match="format version 3, this release reads 1 and 2"):
+    with pytest.raises(UnsupportedVersion, match="format version 4, this release reads 1, 2, 3"):
         Datastore.open(version)
 
 
@@ -174,7 +178,7 @@ def test_a_damaged_manifest_is_refused(version: Path) -> None:
     path.write_bytes(whole.replace(b'"num_tokens": 10', b'"num_tokens": 11'))
     with pytest.raises(ChecksumMismatch, match="manifest was altered"):
         Datastore.open(version)
-    path.write_bytes(whole.replace(b'"format_version": 2', b'"format_version": 9'))
+    path.write_bytes(whole.replace(b'"format_version": 3', b'"format_version": 9'))
     with pytest.raises(UnsupportedVersion, match="format version 9"):
         Datastore.open(version)
     path.unlink()
@@ -206,7 +210,7 @@ def test_a_manifest_that_lies_is_refused(version: Path) -> None:
 def test_flipped_bits_in_large_files_spoil_drafts_only(name: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where content is not read at opening, damage leaves lookups running and valid; `check` and `altered` find it."""
     rng = np.random.default_rng(5)
-    monkeypatch.setattr(format, "_TABLE_MIN_COUNT", 1)  # else so small a corpus has an empty table
+    know_all_contexts(monkeypatch)
     path = build([rng.integers(0, 7, 60).tolist() for _ in range(5)], vocab_size=300).path
     monkeypatch.setattr(format, "SMALL_FILE", -1)
     whole = (path / name).read_bytes()
@@ -218,7 +222,7 @@ def test_flipped_bits_in_large_files_spoil_drafts_only(name: str, build: Build, 
         (path / name).write_bytes(data)
         with Datastore.open(path) as store:
             for context in contexts:
-                found = store.lookup(context, 16, samples=20)
+                found = store.lookup(context, 16, samples=40)
                 found.validate()
                 assert np.all(found.tokens < 300)
                 store.longest_match(context)
@@ -288,7 +292,7 @@ def test_a_failure_at_any_write_leaves_nothing(tmp_path: Path, monkeypatch: pyte
             assert [path.name for path in (tmp_path / "c" / "versions").iterdir()] == ["v1"]
         else:
             break
-    assert failures == 2 * 4 + 3  # two segments of four files, the manifest, the folder, the folder above
+    assert failures == 2 * 6 + 3  # two segments of six files, the manifest, the folder, the folder above
     for version_id in ("v1", "v2"):
         assert Datastore.open(tmp_path / "c" / "versions" / version_id).check(full=True) == []
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from retriever import format as corpus_format
 from retriever import kernels, plain, suffixes
-from retriever.format import build_suffix_order, build_table
+from retriever.format import build_suffix_order, build_table, find_frequent
 from retriever.suffixes import pack_tokens, separator_of, unpack_tokens
 
 DOCUMENTS = st.lists(st.lists(st.sampled_from([0, 1, 2, 200, 254]), max_size=12), min_size=1, max_size=12)
@@ -33,12 +33,15 @@ def test_small_and_large_segments_are_sorted_alike(documents: list[list[int]], w
     small = build_suffix_order(text, width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_format, "_TABLE_MIN_COUNT", 2)
-        small_table = build_table(text, width, small)
+        small_frequent = find_frequent(text, width, small)
+        small_table = build_table(text, width, small, small_frequent)
         patch.setattr(suffixes, "KERNEL_TOKENS", 0)
         patch.setattr(corpus_format, "KERNEL_TOKENS", 0)
         large = build_suffix_order(text, width)
-        large_table = build_table(text, width, small)
+        large_frequent = find_frequent(text, width, small)
+        large_table = build_table(text, width, small, large_frequent)
     assert small.tolist() == large.tolist()
+    assert small_frequent.tolist() == large_frequent.tolist()
     assert small_table[1] == large_table[1]
     assert small_table[0].tolist() == large_table[0].tolist()
 

@@ -251,6 +251,6 @@ def test_a_failing_update_leaves_the_base_alone(tmp_path: Path, monkeypatch: pyt
             assert {path.name: path.read_bytes() for path in corpus.path.iterdir()} == base
         else:
             break
-    assert failures == 4 + 1 + 1 + 3  # the new segment, what was deleted, metadata, manifest, the folder and the one above
+    assert failures == 6 + 1 + 1 + 3  # the new segment, what was deleted, metadata, manifest, the folder and the one above
     with pytest.raises(VersionExists):
         write_update(tmp_path, "c", "v1", corpus.path, [])
