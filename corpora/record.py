@@ -16,6 +16,8 @@ from typing import Any
 from corpora.decisions import Reason
 from corpora.survey import Found, Tally
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 
 @dataclass(frozen=True)
 class Record:
@@ -71,15 +73,13 @@ class Recorder:
 
     def add(self, entries: Iterable[Found]) -> None:
         """Write down those whose content may be known again."""
-        for found in entries:
-            if found.decision.stamp or found.digest:
-                self._write(found.to_json())
+        self._write(found.to_json() for found in entries if found.decision.stamp or found.digest)
 
     def dump(self, tally: Tally, checksum: str) -> bytes:
         """All of it, as bytes to store, with the checksum of the tokenizer. Once."""
-        self._write({"skipped": tally.reasons, "endings": tally.endings, "checksum": checksum})
+        self._write([{"skipped": tally.reasons, "endings": tally.endings, "checksum": checksum}])
         return b"".join([*self._parts, self._compressor.flush()])
 
-    def _write(self, values: Mapping[str, Any]) -> None:
-        line = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
-        self._parts.append(self._compressor.compress(line + b"\n"))
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        lines = "".join(f"{_JSON.encode(row)}\n" for row in rows)
+        self._parts.append(self._compressor.compress(lines.encode("utf-8", "surrogateescape")))

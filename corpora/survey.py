@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from corpora.similar import Sketches
 MAX_EXAMPLES = 5
 
 _NOWHERE = Path()
+_RECORD = re.compile(r"#\d+$")
+"""What the name of a record adds to that of its file."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Survey:
         self._sources = sources
         self._options = options
         self._known = known or {}
-        self._store = store and store.resolve()
+        self._store = f"{store.resolve()}{os.sep}" if store else ""
         self._first: dict[str, str] = {}
         """Digest -> name of the entry that is stored."""
         self._sketches = Sketches() if options.near_duplicates else None
@@ -133,7 +135,7 @@ class Survey:
         decision = entry.decision
         if not decision.taken:
             return Found(decision)
-        if self._store and decision.path.is_relative_to(self._store):
+        if self._store and str(decision.path).startswith(self._store):
             return Found(replace(decision, taken=False, reason=Reason.IGNORED, detail="the store of corpora", stamp=""))
         self.num_files += 1
         self.num_bytes += decision.num_bytes
@@ -150,7 +152,7 @@ class Survey:
         return self._stored(decision, _digest(content), old, content)
 
     def _read(self, entry: Entry) -> Text | Refusal:
-        name = PurePosixPath(entry.decision.name).name
+        name = entry.decision.name.rpartition("/")[2]
         if refusal := refuse_name(name, self._options):
             return refusal
         content = entry.load()
@@ -226,8 +228,10 @@ class Tally:
 
 
 def ending_of(name: str) -> str:
-    """`.py` of "src/a.PY", `.jsonl` of "chats.jsonl#17", "" of "Makefile"."""
-    return PurePosixPath(re.sub(r"#\d+$", "", name)).suffix.lower()
+    """`.py` of "src/a.PY", `.jsonl` of "chats.jsonl#17", "" of "Makefile" and ".bashrc"."""
+    last = _RECORD.sub("", name.rpartition("/")[2])
+    dot = last.rfind(".")
+    return last[dot:].lower() if 0 < dot < len(last) - 1 else ""
 
 
 def _digest(content: Text) -> str:

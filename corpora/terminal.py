@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from corpora.catalog import Catalog, default_store
 from corpora.decisions import Decision, Reason
@@ -44,6 +42,9 @@ from engine.errors import ModelError
 from retriever.errors import FormatError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from corpora.build import Progress
     from engine.text import Tokenizer
 
@@ -188,10 +189,14 @@ def exit_status(error: Exception) -> int:
 
 
 def out() -> Console:
+    from rich.console import Console
+
     return Console(file=sys.stdout)
 
 
 def err() -> Console:
+    from rich.console import Console
+
     return Console(file=sys.stderr)
 
 
@@ -212,6 +217,8 @@ def print_json(value: Any) -> None:
 
 def table_of(*headers: str) -> Table:
     """A plain table; ">" before a header aligns its column right."""
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold", pad_edge=False)
     for header in headers:
         table.add_column(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from corpora.decisions import Reason
 from corpora.errors import CorpusError, CorpusNotFound, InvalidOptions
@@ -154,6 +153,8 @@ def show_command(name: NameArgument, store: StoreOption = None, as_json: JsonOpt
             else "manifest cannot be read; run `draftloom corpus check`",
             "folder": details["path"],
         }
+        from rich.table import Table
+
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")

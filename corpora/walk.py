@@ -107,7 +107,7 @@ def real_path(path: Path) -> Path:
 
 def printable(name: str) -> str:
     """A file name as valid UTF-8; bytes that are not UTF-8 become \\xNN."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True)

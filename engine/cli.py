@@ -33,8 +33,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
-    from rich.console import Console
-    from rich.table import Table
     from typer.core import TyperGroup
 except ImportError as missing:  # the base install is the Python client alone
     sys.exit(f"draftloom: a package is not installed: {missing.name}; pip install 'draftloom[engine,worker,index]'")
@@ -163,6 +161,9 @@ def pull_command(
 @model_app.command("list")
 def models_command(as_json: JsonOption = False) -> None:
     """List the models in the cache and the built-in ones."""
+    from rich.console import Console
+    from rich.table import Table
+
     from engine.models import list_models
 
     entries = list_models()
@@ -188,6 +189,8 @@ def history_show_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show how much is remembered of whom, and how old it is; what a running server learned in the last minutes comes later."""
+    from rich.console import Console
+
     from engine.recall import recall, recall_table
 
     opened, folder = _memory(config, memory)
@@ -485,6 +488,8 @@ def _memory(config: Path | None, folder: Path | None) -> tuple[Memory, Path]:
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Something to tell what is going on: a spinner on a terminal, a line on stderr otherwise."""
+    from rich.console import Console
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
@@ -540,6 +545,8 @@ def _corpora(named: list[str] | None, none: bool) -> Sequence[str] | None:
 
 def _generate(server: str, prompt: str, asked: Options, show_sources: bool) -> Completion:
     """Stream an answer to stdout, and what it cost to stderr. Ctrl-C ends the request on the server, too."""
+    from rich.console import Console
+
     from draftloom import Client
     from engine.screen import Painter, legend, source_table
 

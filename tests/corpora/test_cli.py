@@ -97,7 +97,7 @@ def test_dry_run_writes_nothing(shell: Shell, monkeypatch: pytest.MonkeyPatch) -
     rows = table(result.stdout)
     assert rows[:3] == [["would take", "files", "size"], [".py", "2", "100 B"], [".md", "1", "21 B"]]
     assert result.stdout.splitlines()[-1] == (
-        "would index 3 files, 121 B: about 19 tokens, an index of about 204 B; nothing was written"
+        "would index 3 files, 121 B: about 19 tokens, an index of about 207 B; nothing was written"
     )
     assert json.loads(shell("build", "code", shell.tree, "--dry-run", "--json").stdout.splitlines()[-1])["files_taken"] == 3
 
