@@ -229,8 +229,8 @@ class Streams:
         return [Turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def stores(self) -> dict[str, Datastore]:
-        """The corpus by name, open and in memory, since lookups that would wait for a disk are left out of a step; none for a set
-        without one."""
+        """The corpus by name, open and in memory, since a lookup that would wait for a disk is left out of its step; none for a
+        set without one."""
         if self.corpus is None:
             return {}
         store = Datastore.open(self.corpus, self.fingerprint, self.vocab_size)
