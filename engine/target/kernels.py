@@ -103,6 +103,21 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @_jit
+def layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
+    """out = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias, row by row ([n, width])."""
+    width = x.shape[1]
+    square = np.empty(width, np.float32)
+    for row in range(x.shape[0]):
+        mean = _sum(x[row]) / np.float32(width)
+        for i in range(width):
+            out[row, i] = x[row, i] - mean
+            square[i] = out[row, i] * out[row, i]
+        inverse = _ONE / np.sqrt(_sum(square) / np.float32(width) + eps)
+        for i in range(width):
+            out[row, i] = out[row, i] * inverse * weight[i] + bias[i]
+
+
+@_jit
 def _largest(x: Any) -> Any:
     """The largest absolute value of a row, compared as integers: the bits of positive floats order as they do."""
     bits = x.view(np.int32)
@@ -616,6 +631,38 @@ def _multiply_add(a: Any, b: Any, c: Any) -> None:
                     _tile_1x1(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
                 row += 1
         column += 64 if wide else 16
+
+
+@_jit
+def route(x: Any, weight: Any, num_experts: int, normalized: bool, ids: Any, shares: Any) -> None:
+    """Which experts each row of x [n, width] goes to, and with what share: the softmax of x times `weight`, its largest.
+
+    weight [width, num_experts or more], filled up to a multiple of 16 columns; ids int64 and shares [n, k], best first, ties to
+    the lower id. With `normalized` a row's shares add up to 1.
+    """
+    probs, shifted = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
+    logits = np.zeros((x.shape[0], weight.shape[1]), np.float32)
+    _multiply_add(x, weight, logits)
+    for row in range(x.shape[0]):
+        top = _highest(logits[row, :num_experts])
+        for e in range(num_experts):
+            shifted[e] = logits[row, e] - top
+        exp_rows(shifted, probs)
+        total = _sum(probs)
+        for e in range(num_experts):
+            probs[e] /= total
+        chosen = np.float32(0.0)
+        for k in range(ids.shape[1]):
+            best = 0
+            for e in range(1, num_experts):
+                if probs[e] > probs[best]:
+                    best = e
+            ids[row, k], shares[row, k] = best, probs[best]
+            chosen += probs[best]
+            probs[best] = np.float32(-1.0)
+        if normalized:
+            for k in range(ids.shape[1]):
+                shares[row, k] /= chosen
 
 
 @_jit

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, ReLUSquaredActivation, SiLUActivation
+from transformers.pytorch_utils import Conv1D
 
 from engine.errors import ModelError
 from engine.target import attention, check, kernels, packed, quantize
@@ -194,7 +195,7 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(network).__name__} has no output head: it is not a language model")
     if not weights.complete:
-        linear = {id(module.weight) for module in network.modules() if type(module) is nn.Linear and module is not head}
+        linear = {id(module.weight) for module in network.modules() if _is_linear(module) and module is not head}
         linear |= {id(part) for module in network.modules() if _has_experts(module) for part in module.parameters()}
         weights.others = {
             name: parameter.detach().to(stored if parameter is getattr(embedding, "weight", None) else parameter.dtype)
@@ -233,6 +234,8 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
             _replace(network, name, quantize.Int8GatedMLP(gate_up, weights.matrix(f"{name}.down", [module.down_proj])))
         elif (norm := _rms_norm_parts(module)) is not None:
             _replace(network, name, quantize.StrictRMSNorm(*norm))
+        elif (parts := _layer_norm_parts(module)) is not None:
+            _replace(network, name, quantize.StrictLayerNorm(*parts))
         elif name.rpartition(".")[2] == "rotary_emb":
             kinds = getattr(module, "rope_type", "default")
             if set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= {"default", "linear", "llama3", "yarn"}:
@@ -248,14 +251,18 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
     for name, module in list(network.named_modules()):
         if type(module) is nn.Linear:
             _replace(network, name, quantize.Int8Linear(weights.matrix(name, [module])))
+        elif isinstance(module, Conv1D):  # GPT-2's name for a linear layer whose weight is stored transposed
+            _replace(network, name, quantize.Int8Linear(weights.matrix(name, [_linear(module.weight.t(), module.bias)])))
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.SiLU | SiLUActivation):
             _replace(network, name, quantize.StrictSiLU())
-        elif isinstance(module, GELUTanh):
+        elif isinstance(module, GELUTanh | NewGELUActivation):
             _replace(network, name, quantize.StrictGELU())
+        elif isinstance(module, GELUActivation):
+            _replace(network, name, quantize.StrictErfGELU())
     for name, module in network.named_modules():
         computes = any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children())
-        if computes and not isinstance(module, _STRICT) and name.rpartition(".")[2] != "rotary_emb":
+        if computes and not isinstance(module, _STRICT) and not _looks_up(module) and name.rpartition(".")[2] != "rotary_emb":
             reasons.append(f"{name} ({type(module).__name__}) is not known to compute in a fixed order")
     return reasons
 
@@ -282,10 +289,12 @@ _STRICT = (
     quantize.Int8Linear,
     quantize.Int8GatedMLP,
     quantize.StrictRMSNorm,
+    quantize.StrictLayerNorm,
     quantize.RotaryTable,
     quantize.StoredEmbedding,
     quantize.StrictSiLU,
     quantize.StrictGELU,
+    quantize.StrictErfGELU,
     quantize.StrictRouter,
     quantize.Int8Experts,
     quantize.CappedHead,
@@ -294,6 +303,16 @@ _STRICT = (
     nn.ReLU,
     ReLUSquaredActivation,
 )
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Only takes rows out of a table."""
+    return type(module) is nn.Embedding or type(module).__name__ == "OPTLearnedPositionalEmbedding"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A layer whose weight is packed."""
+    return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 
 def _is_llama_layer(module: Any) -> bool:
@@ -318,10 +337,12 @@ def _int8_experts(name: str, module: Any, weights: PackedWeights) -> quantize.In
     return quantize.Int8Experts(gate_ups, downs)
 
 
-def _linear(weight: torch.Tensor) -> nn.Linear:
-    """A layer of this weight, without a copy."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A layer of this weight and bias, without a copy."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return layer
 
 
@@ -356,6 +377,28 @@ def _rms_norm_parts(module: nn.Module, shifts: tuple[float, ...] = (0.0, 1.0)) -
         if np.allclose(expected, out, rtol=1e-4, atol=1e-5):
             return factor, eps
     return None
+
+
+def _layer_norm_parts(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """(weight, bias, epsilon) with which `StrictLayerNorm` computes what a module does, as a probe shows; None for any other.
+
+    What a module has no weight or bias for (OLMo, Cohere) is 1 and 0.
+    """
+    if not type(module).__name__.endswith("LayerNorm"):
+        return None
+    weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
+    size = tuple(weight.shape if weight is not None else shape or ())
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", 1e-5))
+    if len(size) != 1 or not isinstance(eps, float):
+        return None
+    weight = torch.ones(size) if weight is None else weight.detach().float()
+    bias = torch.zeros(size) if bias is None else bias.detach().float()
+    probe = torch.linspace(-2.0, 3.0, size[0])[None] ** 3
+    out = np.empty((1, size[0]), np.float32)
+    kernels.layer_norm(probe.numpy(), weight.numpy(), bias.numpy(), np.float32(eps), out)
+    with torch.inference_mode():
+        expected = module(probe).float().numpy()
+    return (weight, bias, eps) if np.allclose(expected, out, rtol=1e-4, atol=1e-5) else None
 
 
 def _replace(network: nn.Module, name: str, module: nn.Module) -> None:

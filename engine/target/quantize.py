@@ -242,6 +242,21 @@ class StrictRMSNorm(nn.Module):
         return torch.from_numpy(out).view(x.shape)
 
 
+class StrictLayerNorm(nn.Module):
+    """Layer normalization in the fixed order of `kernels.layer_norm`; weight and bias float32 [width]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self._weight, self._bias = (part.detach().float().contiguous().numpy() for part in (weight, bias))
+        self._eps = np.float32(eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous().numpy()
+        out = np.empty_like(flat)
+        kernels.layer_norm(flat, self._weight, self._bias, self._eps, out)
+        return torch.from_numpy(out).view(x.shape)
+
+
 class StrictSiLU(nn.Module):
     """x / (1 + e^-x) with the kernels' e^x: torch's own differs in the last bit with the width and the number of threads."""
 
@@ -297,6 +312,28 @@ class StrictGELU(nn.Module):
         kernels.exp_rows(_GELU * (flat + _GELU_CUBE * (flat * flat * flat)), power)
         return torch.from_numpy(flat / (np.float32(1.0) + power)).view(x.shape)
 
+
+class StrictErfGELU(nn.Module):
+    """GELU in its own form, x / 2 (1 + erf(x / sqrt(2))), with erf to 1.5e-7 by the kernels' e^x.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1).numpy()
+        size = np.abs(flat) * _ROOT_HALF
+        power = np.empty_like(flat)
+        kernels.exp_rows(-(size * size), power)
+        step = np.float32(1.0) / (np.float32(1.0) + _ERF_STEP * size)
+        series = np.zeros_like(flat)
+        for factor in _ERF:
+            series = (series + factor) * step
+        erf = np.copysign(np.float32(1.0) - series * power, flat)
+        return torch.from_numpy(np.float32(0.5) * flat * (np.float32(1.0) + erf)).view(x.shape)
+
+
+_ROOT_HALF, _ERF_STEP = np.float32(np.sqrt(0.5)), np.float32(0.3275911)
+_ERF = [np.float32(a) for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)]
 
 _GELU, _GELU_CUBE = np.float32(-2.0 * np.sqrt(2.0 / np.pi)), np.float32(0.044715)
 

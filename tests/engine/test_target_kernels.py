@@ -352,3 +352,41 @@ def test_a_rows_attention_depends_on_its_logical_sequence_only(dim: int, window:
         placed = np.concatenate([new[:, :, :length], new[:, :, source]], 2)
         found = attend(query[:, source], placed, length, parents, table, window, 0.25, int(rng.integers(1, 9)), **bent)
         assert np.array_equal(found[real], expected[length : length + len(real)])
+
+
+# ---- routing
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_rows_go_to_their_likeliest_experts(normalized: bool) -> None:
+    """Ids and shares are those of a float64 softmax, ties go to the lower id, and a row is the same alone."""
+    x, weight = random(9, 33, seed=1), random(33, 16, seed=2)
+    weight[:, 5] = weight[:, 2]
+    weight[:, 6:] = 0
+    ids, shares = np.empty((9, 3), np.int64), np.empty((9, 3), np.float32)
+    kernels.route(x, weight, 6, normalized, ids, shares)
+    logits = x.astype(np.float64) @ weight[:, :6]
+    probs = np.exp(logits - logits.max(1, keepdims=True))
+    probs /= probs.sum(1, keepdims=True)
+    for row in range(9):
+        order = np.lexsort((np.arange(6), -np.round(probs[row], 12)))[:3]
+        expected = probs[row, order] / (probs[row, order].sum() if normalized else 1)
+        assert ids[row].tolist() == order.tolist() and np.allclose(shares[row], expected, atol=1e-6)
+        one_ids, one_shares = np.empty((1, 3), np.int64), np.empty((1, 3), np.float32)
+        kernels.route(x[row : row + 1], weight, 6, normalized, one_ids, one_shares)
+        assert np.array_equal(one_ids[0], ids[row]) and np.array_equal(one_shares[0], shares[row])
+
+
+def test_layer_norm_is_that_of_float64() -> None:
+    """Beside numpy in float64, for widths full and not full lanes; a row is the same alone."""
+    for width in (1, 16, 40, 97):
+        x, weight, bias = random(5, width, seed=1) * 3 + 1, random(width, seed=2), random(width, seed=3)
+        out = np.empty_like(x)
+        kernels.layer_norm(x, weight, bias, np.float32(1e-5), out)
+        wide = x.astype(np.float64)
+        centred = wide - wide.mean(1, keepdims=True)
+        expected = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5) * weight + bias
+        assert np.allclose(out, expected, atol=1e-5)
+        one = np.empty_like(x[:1])
+        kernels.layer_norm(x[3:4], weight, bias, np.float32(1e-5), one)
+        assert np.array_equal(one[0], out[3])

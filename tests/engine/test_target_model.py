@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from engine.errors import ModelError
-from engine.target import check, model
+from engine.target import check, model, quantize
 from engine.target.attention import KEY
 from engine.target.model import load, prepare
 from tests.engine import oracles_target as oracles
@@ -45,13 +45,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
         True,
     ),
     "llama, heads of 10": ("LlamaConfig", {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3}, True),
-    "llama, gelu": ("LlamaConfig", {"hidden_act": "gelu"}, False),
+    "llama, gelu": ("LlamaConfig", {"hidden_act": "gelu"}, True),
     "qwen2, window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, True),
     "qwen3": ("Qwen3Config", WIDE, True),
     "mistral, window": ("MistralConfig", {"sliding_window": 5}, True),
     "phi3, window": ("Phi3Config", {"sliding_window": 5}, True),
-    "phi": ("PhiConfig", {}, False),
-    "olmo": ("OlmoConfig", {}, False),
+    "phi": ("PhiConfig", {}, True),
+    "olmo": ("OlmoConfig", {}, True),
     "olmo2": ("Olmo2Config", {}, True),
     "smollm3": ("SmolLM3Config", {}, True),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.25}, True),
@@ -60,11 +60,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gemma": ("GemmaConfig", WIDE, True),
     "gemma3, window": ("Gemma3TextConfig", {"sliding_window": 5, **WIDE}, True),
     "olmo3, window": ("Olmo3Config", {"sliding_window": 5}, True),
-    "cohere2, window": ("Cohere2Config", {"sliding_window": 5}, False),
-    "starcoder2, window": ("Starcoder2Config", {"sliding_window": 5}, False),
-    "gpt-neox": ("GPTNeoXConfig", {}, False),
-    "gpt2": ("GPT2Config", {}, False),
-    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, False),
+    "cohere2, window": ("Cohere2Config", {"sliding_window": 5}, True),
+    "starcoder2, window": ("Starcoder2Config", {"sliding_window": 5}, True),
+    "gpt-neox": ("GPTNeoXConfig", {}, True),
+    "gpt2": ("GPT2Config", {}, True),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, True),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, True),
     "qwen3-moe": ("Qwen3MoeConfig", {**MOE, **WIDE}, True),
     "gemma2, window and caps": (
@@ -327,6 +327,38 @@ def test_a_norm_of_another_formula_is_left_alone() -> None:
             return found
 
     assert not model._is_rms_norm(Plus(64, 1e-6))
+
+
+def test_a_layer_norm_is_known_by_what_it_computes() -> None:
+    """With weight and bias, or without: the parts that compute the same; another formula, or two dimensions, is left alone."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 40) * 3 + 1
+    for norm in (torch.nn.LayerNorm(40), torch.nn.LayerNorm(40, bias=False), torch.nn.LayerNorm(40, elementwise_affine=False)):
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        parts = model._layer_norm_parts(norm)
+        assert parts is not None
+        assert torch.allclose(quantize.StrictLayerNorm(*parts)(x), norm(x), atol=1e-5)
+
+    class OddLayerNorm(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0.1 * x
+
+    assert model._layer_norm_parts(OddLayerNorm(40)) is None
+    assert model._layer_norm_parts(torch.nn.LayerNorm((4, 10))) is None
+    assert model._layer_norm_parts(tiny.build("LlamaConfig").model.norm) is None
+
+
+def test_activations_are_those_of_torch() -> None:
+    """Both forms of GELU and SiLU: within 2e-7 of float64 for small and large numbers, 0 and infinities among them."""
+    x = torch.cat([torch.linspace(-12, 12, 3001), torch.tensor([0.0, -0.0, 1e-20, -50.0, 50.0])])
+    exact = x.double()
+    for strict, expected in (
+        (quantize.StrictErfGELU(), torch.nn.functional.gelu(exact)),
+        (quantize.StrictGELU(), torch.nn.functional.gelu(exact, approximate="tanh")),
+        (quantize.StrictSiLU(), torch.nn.functional.silu(exact)),
+    ):
+        assert torch.allclose(strict(x).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_an_mlp_with_a_further_part_is_left_alone() -> None:

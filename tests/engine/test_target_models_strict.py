@@ -72,11 +72,22 @@ def test_rows_are_their_own_in_many_random_packings(name: str) -> None:
     pack(name, 500, (1, 2, 3, 4, 8))
 
 
-@pytest.mark.parametrize("name", ["gemma3, window", "gemma2, window and caps", "olmo3, window", "qwen3-moe"])
-def test_packed_weights_of_scaled_and_capped_models_are_the_model(
-    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loaded a second time, from the cache: the same bits, embedding scale, norms, angles by kind of layer and cap included."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3, window",
+        "gemma2, window and caps",
+        "olmo3, window",
+        "qwen3-moe",
+        "phi",
+        "gpt2",
+        "gpt-neox",
+        "opt",
+        "cohere2, window",
+    ],
+)
+def test_packed_weights_are_the_model(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded a second time, from the cache: the same bits, scales, norms, angles, positions, experts and cap included."""
     monkeypatch.setenv("DRAFTLOOM_CACHE", str(tmp_path / "cache"))
     config, settings, _ = FAMILIES[name]
     tiny.build(config, **settings).save_pretrained(tmp_path / "weights")
