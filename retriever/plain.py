@@ -20,6 +20,9 @@ SAMPLE_STRIDE = 256
 SAMPLE_WORDS = 2
 """Of every 256th suffix the first 16 bytes are kept in memory."""
 
+BLOCK = 1 << 12
+"""Positions of which is asked at once whether all of them are left."""
+
 _STRIDE = 1 << 20
 
 
@@ -146,14 +149,18 @@ def left_suffixes(order: NDArray[np.int32], offsets: NDArray[np.int64], deleted:
     so are those of positions that are in no document.
     """
     num_tokens = min(max(int(offsets[-1]), 0), len(order) + len(deleted))  # whatever a damaged file says
-    kept = np.zeros(num_tokens + 1, np.bool_)
+    kept = np.zeros(-(-(num_tokens + 1) // BLOCK) * BLOCK, np.bool_)
     for document in np.flatnonzero(~deleted):
         begin, end = offsets[document : document + 2].tolist()
         kept[max(begin, 0) : max(min(end, num_tokens), 0)] = True
+    whole = kept.reshape(-1, BLOCK).all(axis=1)  # most blocks are, and that they are stays in the cache
     words = np.zeros(-(-len(order) // 64) * 8, np.uint8)
     for begin in range(0, len(order), _STRIDE):
         positions = order[begin : begin + _STRIDE].view(np.uint32)  # a negative one becomes large, and finds the last, False
-        bits = np.packbits(kept.take(positions, mode="clip"), bitorder="little")
+        left = whole.take(positions // BLOCK, mode="clip")
+        doubtful = np.flatnonzero(~left)
+        left[doubtful] = kept.take(positions[doubtful], mode="clip")
+        bits = np.packbits(left, bitorder="little")
         words[begin // 8 : begin // 8 + len(bits)] = bits
     return words.view(np.uint64)
 

@@ -64,13 +64,15 @@ def test_contexts_hash_as_the_kernel_has_it(key: list[int], length: int) -> None
 
 
 @settings(deadline=None, max_examples=40)
-@given(DOCUMENTS, st.data())
-def test_marks_of_what_is_left_are_those_of_a_loop(documents: list[list[int]], data: st.DataObject) -> None:
-    """Bit i says whether the document of suffix i is left, and ranks count the bits before each 512."""
+@given(DOCUMENTS, st.sampled_from([1, 2, 4, plain.BLOCK]), st.data())
+def test_marks_of_what_is_left_are_those_of_a_loop(documents: list[list[int]], block: int, data: st.DataObject) -> None:
+    """Bit i says whether the document of suffix i is left, whatever blocks are looked at; ranks count the bits before each 512."""
     deleted = np.array(data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))))
     offsets = np.cumsum([0] + [len(d) + 1 for d in documents])
     order = build_suffix_order(packed(documents, 2), 2)
-    left = plain.left_suffixes(order, offsets, deleted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "BLOCK", block)
+        left = plain.left_suffixes(order, offsets, deleted)
     bits = [not deleted[np.searchsorted(offsets, position, "right") - 1] for position in order.tolist()]
     assert np.unpackbits(left.view(np.uint8), bitorder="little").tolist() == bits + [False] * (-len(bits) % 64)
     assert plain.ranks(left).tolist() == [sum(bits[:i]) for i in range(0, len(bits), 512)] + [sum(bits)]
