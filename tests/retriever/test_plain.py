@@ -66,7 +66,7 @@ def test_contexts_hash_as_the_kernel_has_it(key: list[int], length: int) -> None
 @settings(deadline=None, max_examples=40)
 @given(DOCUMENTS, st.sampled_from([1, 2, 4, plain.BLOCK]), st.data())
 def test_marks_of_what_is_left_are_those_of_a_loop(documents: list[list[int]], block: int, data: st.DataObject) -> None:
-    """Bit i says whether the document of suffix i is left, whatever blocks are looked at; ranks count the bits before each 512."""
+    """Bit i says whether the document of suffix i is left, in blocks of any size; ranks count the bits before each 512."""
     deleted = np.array(data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))))
     offsets = np.cumsum([0] + [len(d) + 1 for d in documents])
     order = build_suffix_order(packed(documents, 2), 2)
