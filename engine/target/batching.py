@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import Exhausted
 from engine.tree import CandidateTree, CostCurve, best_size, with_room
@@ -25,61 +26,105 @@ Answer = TypeVar("Answer")
 
 
 class CostMeter:
-    """The cost curve, measured at start and kept up to date by every pass.
+    """What a pass costs, measured at start and kept up to date by every pass:
+
+        seconds = rows alone + context x (per sequence x sequences + per row x rows)
+
+    the first part a curve over the number of rows, `context` the mean number of positions before a row. Attention reads a
+    sequence's keys and values once for several of its rows, and computes for each.
 
     Other work on the machine can only make a pass slower, so lower readings count more than higher ones: at start the least of
     several rounds, later a faster blend downwards than upwards. A pass between two points of the curve moves both, by their
-    nearness. What the curve says too much is expensive would never be tried again; so now and then `explores` asks for a larger
-    tree than pays.
+    nearness; of what it took otherwise than expected every part has its share. What the curve says too much is expensive would
+    never be tried again; so now and then `explores` asks for a larger tree than pays.
     """
 
     ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     _DOWN, _UP = 0.2, 0.08
     _EXPLORE_EVERY = 16
+    _FEW, _MANY = 1, 16
+    """Rows at which a long context is timed."""
 
     def __init__(self) -> None:
         self._rows = np.array(self.ROWS, np.int32)
         self._seconds = np.full(len(self.ROWS), np.nan)
+        self._per_sequence = self._per_row = 0.0
         self._frozen: CostCurve | None = None
         self._num_passes = 0
 
     def calibrate(self, run: Callable[[int], None], rounds: int = 4) -> None:
         """Time `run(rows)` for every number of rows, in rounds, keeping the least: a disturbance hits one round of each."""
-        self._seconds[:] = np.inf
-        for _ in range(rounds):
-            for i, rows in enumerate(self.ROWS):
-                start = time.perf_counter()
-                run(rows)
-                self._seconds[i] = min(self._seconds[i], time.perf_counter() - start)
+        self._seconds = _least_seconds(run, self.ROWS, rounds)
+
+    def calibrate_context(self, run: Callable[[int], None], before: int, context: int, rounds: int = 4) -> None:
+        """Time `run(rows)` behind `context` positions, few rows and many; `calibrate` did behind `before`, which is less."""
+        sizes = (self._FEW, self._MANY)
+        few, many = (_least_seconds(run, sizes, rounds) - self.curve().at(np.array(sizes))) / (context - before)
+        self._per_row = max(many - few, 0.0) / (self._MANY - self._FEW)
+        self._per_sequence = max(few - self._FEW * self._per_row, 0.0)
+        self._seconds = np.maximum(self._seconds - self._context(before, 1, self._rows), 0.1 * self._seconds)
 
     def freeze(self, curve: CostCurve | None) -> None:
         """Use this curve from now on, whatever passes take; None goes back to what was measured."""
         self._frozen = curve
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, context: float = 0.0, num_sequences: int = 1) -> None:
         """A pass of `rows` rows took so long; what is blended in is at most twice what was expected, and at least half."""
         self._num_passes += 1
         if self._frozen is not None or not 1 <= rows <= self.ROWS[-1] or np.isnan(self._seconds[0]):
             return
-        ratio = min(max(seconds / float(np.interp(rows, self._rows, self._seconds)), 0.5), 2.0)
-        blend = self._DOWN if ratio < 1 else self._UP
+        alone = float(np.interp(rows, self._rows, self._seconds))
+        expected = alone + float(self._context(context, num_sequences, rows))
+        ratio = min(max(seconds / expected, 0.5), 2.0)
+        news = (self._DOWN if ratio < 1 else self._UP) * (ratio - 1)
+        of_context = 1 + news * (1 - alone / expected)
+        self._per_sequence *= of_context
+        self._per_row *= of_context
+        news *= alone / expected
         above = int(np.searchsorted(self._rows, rows))
         below = max(above - 1, 0)
         share = 1.0 if above == below else (rows - self._rows[below]) / (self._rows[above] - self._rows[below])
-        self._seconds[above] *= 1 + blend * share * (ratio - 1)
-        self._seconds[below] *= 1 + blend * (1 - share) * (ratio - 1)
+        self._seconds[above] *= 1 + news * share
+        self._seconds[below] *= 1 + news * (1 - share)
 
     def explores(self) -> bool:
         """Whether the next pass should be larger than pays, to learn what that costs."""
         return self._frozen is None and self._num_passes % self._EXPLORE_EVERY == self._EXPLORE_EVERY - 1
 
-    def curve(self) -> CostCurve:
+    def curve(self, context: float = 0.0, num_sequences: int = 1) -> CostCurve:
         """The curve as it stands, flat while nothing was measured: never falling, since fewer rows cost no more than many."""
         if self._frozen is not None:
             return self._frozen
         if np.isnan(self._seconds[0]):
             return CostCurve.flat()
-        return CostCurve(self._rows, np.minimum.accumulate(self._seconds[::-1])[::-1].copy())
+        seconds = self._seconds + self._context(context, num_sequences, self._rows)
+        return CostCurve(self._rows, np.minimum.accumulate(seconds[::-1])[::-1].copy())
+
+    def share(self, context: float, num_trees: int, other_rows: int) -> CostCurve:
+        """What rows cost one of `num_trees` trees in a pass with `other_rows` rows of others: its part of what the pass takes
+        with its root alone, and all of what its further rows add. So an engine that sees its own tree only cuts it about as far
+        as `cut_together` will.
+        """
+        whole = self.curve(context, num_trees)
+        if self._frozen is not None or num_trees < 2:
+            return whole
+        seconds = whole.at(other_rows + whole.rows)
+        return CostCurve(whole.rows, seconds - seconds[0] * (1 - 1 / num_trees))
+
+    def _context(self, context: float, num_sequences: int, rows: NDArray[np.int32] | int) -> NDArray[np.float64]:
+        """Seconds for the context."""
+        return np.asarray(context * (self._per_sequence * num_sequences + self._per_row * rows), np.float64)
+
+
+def _least_seconds(run: Callable[[int], None], sizes: Sequence[int], rounds: int) -> NDArray[np.float64]:
+    """The least seconds that `run(size)` took, for every size, in rounds."""
+    least = np.full(len(sizes), np.inf)
+    for _ in range(rounds):
+        for i, size in enumerate(sizes):
+            start = time.perf_counter()
+            run(size)
+            least[i] = min(least[i], time.perf_counter() - start)
+    return least
 
 
 def cut_together(
@@ -180,6 +225,9 @@ class Batcher(Generic[Owner, Answer]):
     _MOMENT = 0.1
     """Seconds after which wishes that had to wait are tried again."""
 
+    _TURNS = 3
+    """Turns of the loop that a message which has arrived takes to become a wish."""
+
     def __init__(
         self,
         run: Callable[[list[Work[Owner, Answer]]], list[Answer | Exception | Later]],
@@ -229,7 +277,8 @@ class Batcher(Generic[Owner, Answer]):
 
     async def _gather(self) -> None:
         """Let everybody have a turn, and wait for those that may come soon."""
-        await asyncio.sleep(0)
+        for _ in range(self._TURNS):
+            await asyncio.sleep(0)
         clock = asyncio.get_running_loop().time
         began = clock()
         while (left := began + self._patience(self._waiting) - clock()) > 0:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +46,8 @@ _IDLE = 1.0
 _CURVE_EVERY = 16
 """Passes between two messages about the cost curve."""
 
-_MEASURE_CONTEXT = 512
-"""Tokens of context at which the first cost curve is measured."""
+_MEASURE_CONTEXTS = (64, 2048)
+"""Tokens of context at which the first cost curve is measured, and at which what context costs."""
 
 
 class LocalTarget:
@@ -91,6 +91,7 @@ class LocalTarget:
         self._open: list[LocalSequence] = []
         self._num_opened = 0
         self._last_seconds = 0.0
+        self._last_trees = self._last_rows = 0
         self._secret = secrets.token_bytes(32)
         core_kernels.warmup()
         if curve is not None:
@@ -120,8 +121,14 @@ class LocalTarget:
 
     @property
     def curve(self) -> CostCurve:
-        """Seconds a pass takes, as now known."""
+        """Seconds a pass over one short sequence takes, as now known."""
         return self.meter.curve()
+
+    def curve_for(self, num_positions: int) -> CostCurve:
+        """What rows cost a sequence that comes to those of the last pass."""
+        if not self._open:
+            return self.meter.share(num_positions, 1, 0)
+        return self.meter.share(num_positions, self._last_trees + 1, self._last_rows)
 
     @asynccontextmanager
     async def open(self, request: SequenceRequest) -> AsyncIterator[LocalSequence]:
@@ -219,12 +226,15 @@ class LocalTarget:
         all_tokens = np.concatenate([rows.tokens for rows in packed])
         logits = self._model.forward(all_tokens, everything, verified)
         self._last_seconds = seconds = time.perf_counter() - start
-        num_read = sum(len(rows.tokens) for rows in packed if rows.tree is None)
+        trees = [rows for rows in packed if rows.tree is not None]
+        self._last_trees, self._last_rows = len(trees), sum(len(rows.tokens) for rows in trees)
+        num_read = len(all_tokens) - self._last_rows
         if not num_read:
-            self.meter.observe(len(all_tokens), seconds)
+            context = sum(len(rows.tokens) * rows.owner.table.length for rows in trees) / len(all_tokens)
+            self.meter.observe(len(all_tokens), seconds, context, len(trees))
         self.counts.num_passes += 1
         self.counts.num_read += num_read
-        curve = self.curve if self.counts.num_passes % _CURVE_EVERY == 0 else None
+        tells = self.counts.num_passes % _CURVE_EVERY == 0
         first = 0
         for rows in packed:
             mine = logits[first : first + rows.num_heard]
@@ -239,6 +249,8 @@ class LocalTarget:
                     rows.owner.finish_chunk(len(rows.tokens), mine)
                     answers[rows.index] = None
                 else:
+                    others = self._last_rows - len(rows.tokens)
+                    curve = self.meter.share(rows.owner.table.length, len(trees), others) if tells else None
                     answers[rows.index] = rows.owner.finish_step(rows.tree, mine, curve, seconds)
             except Exception as error:  # one sequence's sampling is no other's concern
                 answers[rows.index] = error
@@ -313,7 +325,9 @@ class LocalTarget:
                     owner.table.reserve(1)
                     trees.append((-1, owner, owner.root))
         most = self.info.max_rows + num_read
-        cut = cut_together([tree for _, _, tree in trees], self.curve, most, num_read, self.meter.explores())
+        context = sum(owner.table.length for _, owner, _ in trees) / max(len(trees), 1)
+        curve = self.meter.curve(context, len(trees) + len(chunks))
+        cut = cut_together([tree for _, _, tree in trees], curve, most, num_read, self.meter.explores())
         packed = list[_Packed]()
         for (i, owner, _), tree in zip(trees, cut, strict=True):
             fitting = tree.cut(owner.table.room)
@@ -322,13 +336,25 @@ class LocalTarget:
         return packed + chunks
 
     def _measure(self) -> None:
-        """Time passes of every size on a made-up sequence."""
-        table = KVTable(self.storage)
-        context = min(_MEASURE_CONTEXT, self.info.context_length - max(CostMeter.ROWS))
-        try:
-            self._pass_of(table, context)
-            table.keep(np.arange(context, dtype=np.int32))
+        """Time passes of every size on a made-up sequence, and a few on a long one, if there is room for it."""
+        short, long = _MEASURE_CONTEXTS
+        most = min(self.storage.num_blocks * BLOCK, self.info.context_length) - max(CostMeter.ROWS)
+        with self._made_up(min(short, most)) as table:
             self.meter.calibrate(lambda rows: self._pass_of(table, rows))
+        if most >= 2 * short:
+            with self._made_up(min(long, most)) as table:
+                self.meter.calibrate_context(lambda rows: self._pass_of(table, rows), short, table.length)
+
+    @contextmanager
+    def _made_up(self, num_positions: int) -> Iterator[KVTable]:
+        """A sequence that was never read."""
+        table = KVTable(self.storage)
+        table.reserve(num_positions)
+        for keys, values in zip(self.storage.keys, self.storage.values, strict=True):
+            keys[table.blocks] = values[table.blocks] = 0.01
+        table.keep(np.arange(num_positions, dtype=np.int32))
+        try:
+            yield table
         finally:
             table.close()
 
@@ -382,7 +408,7 @@ class LocalSequence:
     """
 
     def __init__(self, target: LocalTarget, request: SequenceRequest) -> None:
-        self.curve = target.curve
+        self.curve = target.curve_for(len(request.prompt))
         self.table = KVTable(target.storage)
         self.number = target.next_number()
         self.num_reused = 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.errors import Exhausted
 from engine.target import batching
 from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
-from engine.tree import CandidateTree, CostCurve, Draft, with_room
+from engine.tree import CandidateTree, CostCurve, Draft, best_size, with_room
 from tests.engine import oracles_target as oracles
 from tests.speculation import merged, random_draft
 
@@ -161,6 +161,56 @@ def test_a_pass_between_two_sizes_moves_both_by_their_nearness(monkeypatch: pyte
     meter.observe(54, 2.0)
     moved = meter.curve().seconds / before
     assert moved[-2] > moved[-1] > 1.0 and np.array_equal(moved[:-2], np.ones(len(moved) - 2))
+
+
+def with_context(monkeypatch: pytest.MonkeyPatch) -> CostMeter:
+    """A meter of a machine on which a pass takes 1 + rows / 100, and for 1,000 positions .2 a sequence and .1 a row."""
+    clock, positions = [0.0], [50]
+    monkeypatch.setattr(batching.time, "perf_counter", lambda: clock[0])
+
+    def run(rows: int) -> None:
+        clock[0] += 1.0 + rows / 100 + positions[0] / 1000 * (0.2 + 0.1 * rows)
+
+    meter = CostMeter()
+    meter.calibrate(run)
+    positions[0] = 2050
+    meter.calibrate_context(run, 50, 2050)
+    return meter
+
+
+def test_the_curve_knows_what_context_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the context and the number of sequences, rows cost what they do, though only two contexts were timed."""
+    meter = with_context(monkeypatch)
+    rows = np.array(CostMeter.ROWS)
+    for context, num in ((0, 1), (50, 1), (500, 3), (8000, 1), (8000, 8)):
+        expected = 1.0 + rows / 100 + context / 1000 * (0.2 * num + 0.1 * rows)
+        assert meter.curve(context, num).seconds == pytest.approx(expected)
+
+
+def test_what_context_costs_is_learned_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long context that costs twice what was measured is believed; what a pass without any costs hardly changes."""
+    meter = with_context(monkeypatch)
+    for _ in range(400):
+        meter.observe(8, 1.08 + 8 * (0.4 + 0.2 * 8), 8000.0)
+        meter.observe(8, 1.08)
+    assert meter.curve(8000).at(8) == pytest.approx(1.08 + 8 * (0.4 + 0.2 * 8), rel=0.05)
+    assert meter.curve().at(8) == pytest.approx(1.08, rel=0.05)
+
+
+def test_beside_others_a_tree_pays_its_part_and_all_that_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it pays the pass; beside others a part of what its root leaves, so that trees shrink as there are more of them."""
+    meter = measured(monkeypatch)
+    assert np.array_equal(meter.share(0.0, 1, 0).seconds, meter.curve().seconds)
+    tree, sizes = trees_of(5, 1, 12)[0], list[int]()
+    for num in (1, 4, 16, 64):
+        share = meter.share(0.0, num, num - 1)
+        share.validate()
+        assert share.at(1) == pytest.approx((1 + num / 100) / num)
+        assert share.at(9) - share.at(1) == pytest.approx(0.08)
+        sizes.append(best_size(tree.probs[1:], share))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    meter.freeze(CURVES[1])
+    assert meter.share(900.0, 5, 7) is CURVES[1]
 
 
 def test_now_and_then_a_pass_explores(monkeypatch: pytest.MonkeyPatch) -> None:
