@@ -7,7 +7,7 @@ Completions of code with a corpus of the prompts' own older release (the pair `p
 this process. Every client sends its next request when the last one is answered; tokens/s are all tokens over the time from the
 first request to the last answer. Prompts were read before, so that little of that time is reading, and nobody learns from
 answers. Each level is run `--rounds` times both ways, in changing order; a ratio is the median of the rounds' ratios. Beside it
-stand tokens a step, nodes a step and the share of a client's time that goes into drafting, while others wait for their turn too.
+stand tokens a step, nodes a step and the share of a client's time that goes into drafting.
 
 Prints a table; the last line is JSON, with the worker's counts.
 """
