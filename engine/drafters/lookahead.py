@@ -196,10 +196,13 @@ class NgramPool:
         A child's probability is its share of the parent's count, with one count for every child kept for what was not seen
         (PPM-C). Nothing seen: empty.
         """
+        tails = self._tails.get(key)
+        if not tails:
+            return Draft.empty()
         places: dict[tuple[int, ...], int] = {(): -1}
         counts: list[int] = []
         paths: list[tuple[int, ...]] = []
-        for tail, count in reversed(self._tails.get(key, OrderedDict()).items()):
+        for tail, count in reversed(tails.items()):
             for depth in range(1, len(tail) + 1):
                 path = tail[:depth]
                 if path not in places:
