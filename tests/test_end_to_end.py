@@ -273,6 +273,19 @@ def test_requests_at_once_get_what_each_gets_alone(client: draftloom.Client) -> 
         assert list(callers.map(stream, range(8))) == alone
 
 
+def test_the_worker_says_how_it_stands(worker: Worker, client: draftloom.Client) -> None:
+    """While an answer is coming one sequence is open at one worker; when the stream was left, none is."""
+    worker.target.pause = 0.02
+    try:
+        with client.stream(PROMPT, max_tokens=500, speculation=False) as stream:
+            next(iter(stream))
+            status = client.worker_status()
+            assert (status.num_workers, status.num_open, status.num_waiting) == (1, 1, 0)
+        assert eventually(lambda: client.worker_status().num_open == 0)
+    finally:
+        worker.target.pause = 0.0
+
+
 def test_leaving_a_stream_frees_the_worker(worker: Worker, client: draftloom.Client) -> None:
     """The server stops the request at the worker, too, within a step."""
     worker.target.pause = 0.02
