@@ -108,7 +108,7 @@ class CostMeter:
         whole = self.curve(context, num_trees)
         if self._frozen is not None or num_trees < 2:
             return whole
-        seconds = whole.at(other_rows + whole.rows)
+        seconds = whole.at(other_rows + whole.rows.astype(np.int64))
         return CostCurve(whole.rows, seconds - seconds[0] * (1 - 1 / num_trees))
 
     def _context(self, context: float, num_sequences: int, rows: NDArray[np.int32] | int) -> NDArray[np.float64]:

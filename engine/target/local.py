@@ -416,7 +416,7 @@ class LocalSequence:
         self.is_open = False
         """Whether it steps, its prompt being read."""
         self.is_expected = False
-        """Whether its tree, which pays for the wait, may soon be there: it was answered, and no pass has begun since."""
+        """Whether its tree may soon be there: it was answered, and no pass has begun since."""
         self._target = target
         self._request = request
         self._tokens = request.prompt.astype(np.int32)
@@ -424,7 +424,6 @@ class LocalSequence:
         self._sampler = Sampler(request, target.info.vocab_size, target.info.context_length)
         self._finished = self._failed = False
         self._ahead = Ahead()
-        self._pays = True
         self._heard: list[NDArray[np.int32]] = []
         self._unheard = len(request.prompt) - 1 - prompt_rows(request)
 
@@ -510,7 +509,7 @@ class LocalSequence:
         followed = self._ahead.follow(tree if len(tree) <= room else _shallow(tree, room))
         if followed.rest is not None:
             return followed.answer(await self._target.verify(self, followed.rest))
-        self.is_expected = self._pays and not self.num_ahead and not self._finished
+        self.is_expected = not self.num_ahead and not self._finished
         return followed.answer(None)
 
     def finish_step(
@@ -518,8 +517,7 @@ class LocalSequence:
     ) -> StepResult:
         """Walk the verified tree (logits float32 [len(tree), vocab]), commit the accepted rows and answer."""
         result = self._commit_step(tree, logits)
-        self._pays = len(tree) > 1
-        self.is_expected = self._pays and not self._finished
+        self.is_expected = not self._finished
         if curve is not None:
             self.curve = curve
         return replace(result, curve=curve, seconds=seconds)
