@@ -55,6 +55,12 @@ def find(keys: Any, key: Any) -> int:
 
 
 @_jit
+def knows(keys: Any, token: int) -> bool:
+    """Whether `keys` has the context of the token alone."""
+    return find(keys, key_of(-1, token)) >= 0
+
+
+@_jit
 def _set_of(keys: Any, key: Any) -> Any:
     return np.int64((key >> uint64(8)) & uint64(len(keys) // WAYS - 1)) * WAYS
 
@@ -146,10 +152,13 @@ def rehash(keys: Any, stamps: Any, rows: Any, new_keys: Any, new_stamps: Any, ne
 _RANKS = K + 2
 _MISSED = 7
 _COMMON = 3
-NUM_SIGNS = _RANKS * _RANKS * _MISSED * _COMMON
+NOT_HINTED = _RANKS * _RANKS * _MISSED * _COMMON
+NUM_SIGNS = NOT_HINTED + 2
+"""The last two are of candidates of which nothing is known but that they follow the last token most often in corpora, and next
+to most often, whether they are common or not."""
 
 _MOST = 4 * K
-"""Candidates below one node at most: of two rows, of what was missed, of what is common."""
+"""Candidates below one node at most: of two rows, of what was missed, of what is common, of what corpora say."""
 
 _STRENGTH = 6.0
 """How many observations a prior counts for."""
@@ -158,6 +167,7 @@ _PRIOR_TWO = (0.5, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.015)
 _PRIOR_ONE = (0.4, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.015)
 _PRIOR_MISSED = (0.0, 0.1, 0.06, 0.03, 0.05, 0.02, 0.02)
 _PRIOR_COMMON = (0.0, 0.012, 0.006)
+_PRIOR_HINTED = (0.15, 0.03)
 _OVERRULED = 0.2
 """A successor of the token alone is so much less likely where the row of both tokens has not got it."""
 
@@ -176,6 +186,8 @@ def sign_of(rank_two: int, rank_one: int, missed: int, common: int) -> int:
 @_jit
 def prior(sign: int) -> float:
     """How often a candidate with this sign is right as long as nothing was observed."""
+    if sign >= NOT_HINTED:
+        return _PRIOR_HINTED[sign - NOT_HINTED]
     common = sign % _COMMON
     missed = sign // _COMMON % _MISSED
     rank_one = sign // (_COMMON * _MISSED) % _RANKS
@@ -207,25 +219,37 @@ def _marked(sign: int, source: int) -> bool:
     if source == 1:
         return sign // (_MISSED * _COMMON) % _RANKS >= 2
     if source == 4:
-        return sign % _COMMON != 0
+        return True
+    if source == 5:
+        return sign >= NOT_HINTED or sign % _COMMON != 0
     return sign // _COMMON % _MISSED != 0
 
 
 @_jit
 def candidates(
-    keys: Any, rows: Any, before: int, token: int, depth: int, missed: Any, common: Any, out_tokens: Any, out_signs: Any
+    keys: Any,
+    rows: Any,
+    before: int,
+    token: int,
+    depth: int,
+    missed: Any,
+    common: Any,
+    hinted: Any,
+    out_tokens: Any,
+    out_signs: Any,
 ) -> int:
     """What may follow `before`, `token` at `depth` positions behind the root (0: right after it): their number.
 
-    `missed` int32 [2, K]: likely tokens that were not said, at the last position and the one before; `common` int32 [K].
-    Tokens and signs go into out_tokens, out_signs (int32 [4 K]). Five sources are asked in turn: the row of both tokens, the
-    row of the last, what was missed now, what was missed before, what is common.
+    `missed` int32 [2, K]: likely tokens that were not said, at the last position and the one before; `common` int32 [K];
+    `hinted` int32 [K]: what often follows the root in corpora, which counts only at depth 0 and where the token has no row.
+    Tokens and signs go into out_tokens, out_signs (int32 [4 K]). Six sources are asked in turn: the row of both tokens, the
+    row of the last, what was missed now, what was missed before, what corpora say, what is common.
     """
     two = find(keys, key_of(before, token)) if before >= 0 else -1
     one = find(keys, key_of(-1, token))
     num = 0
-    for source in range(5):
-        if (source == 0 and two < 0) or (source == 1 and one < 0):
+    for source in range(6):
+        if (source == 0 and two < 0) or (source == 1 and one < 0) or (source == 4 and (depth > 0 or one >= 0)):
             continue
         for i in range(K):
             if source == 0:
@@ -233,6 +257,8 @@ def candidates(
             elif source == 1:
                 found = rows[one, i]
             elif source == 4:
+                found = hinted[i]
+            elif source == 5:
                 found = common[i]
             else:
                 found = missed[source - 2, i]
@@ -244,6 +270,8 @@ def candidates(
             elif source == 1:
                 mark = (i + 1) * _MISSED * _COMMON
             elif source == 4:
+                mark = NOT_HINTED + (0 if i < 2 else 1) - sign_of(1 if two >= 0 else 0, 0, 0, 0)
+            elif source == 5:
                 mark = 1 if i < 4 else 2
             else:
                 mark = missed_class(source - 2 + depth, i) * _COMMON
@@ -274,6 +302,7 @@ def draft(
     token: int,
     missed: Any,
     common: Any,
+    hinted: Any,
     budget: int,
     out_tokens: Any,
     out_parents: Any,
@@ -310,7 +339,7 @@ def draft(
             previous = token if out_parents[node] < 0 else out_tokens[out_parents[node]]
         depth = 0 if node < 0 else depths[node]
         path = np.float32(1.0) if node < 0 else paths[node]
-        num = candidates(keys, rows, previous, last, depth, missed, common, found, signs)
+        num = candidates(keys, rows, previous, last, depth, missed, common, hinted, found, signs)
         total = 0.0
         for i in range(num):
             probs[i] = (hits[signs[i]] + _STRENGTH * prior(signs[i])) / (trials[signs[i]] + _STRENGTH)
@@ -354,6 +383,7 @@ def score(
     token: int,
     missed: Any,
     common: Any,
+    hinted: Any,
     emitted: Any,
     keep: float,
 ) -> None:
@@ -362,7 +392,7 @@ def score(
     found = np.empty(_MOST, np.int32)
     signs = np.empty(_MOST, np.int32)
     for depth in range(len(emitted)):
-        num = candidates(keys, rows, before, token, depth, missed, common, found, signs)
+        num = candidates(keys, rows, before, token, depth, missed, common, hinted, found, signs)
         for i in range(num):
             hits[signs[i]] = hits[signs[i]] * keep + (1.0 if found[i] == emitted[depth] else 0.0)
             trials[signs[i]] = trials[signs[i]] * keep + 1.0

@@ -6,6 +6,8 @@ is drafted when its token comes again. Beyond the paper:
 - Rows are kept for the last two tokens and for the last one; the longer context leads, the shorter one fills up.
 - What the target found likely at the last positions and did not say is often said next ("LogitSpec", arXiv 2507.01449).
 - So are tokens that are frequent just here.
+- After a token that the target was not heard after yet, what follows it most often in the request's corpora is a candidate. It
+  is asked for anew whenever it is needed and kept nowhere, so nothing of a corpus outlives it or leaves its tenant.
 - A candidate's probability is how often one of its kind was right, counted over everything that could have been drafted, so
   that drafts from here may be weighed against those of other sources.
 
@@ -14,8 +16,9 @@ Rows are shared by all requests of a tenant for one model, and by nobody else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,9 @@ from numpy.typing import NDArray
 from engine.drafters import Drafting, DraftRequest, Feedback, Tokens, kernels
 from engine.memory import Arrays
 from engine.tree import Draft
+
+if TYPE_CHECKING:
+    from retriever.datastore import Datastore
 
 _FEWEST = 1 << 10
 _MOST = 1 << 16
@@ -57,6 +63,10 @@ class Successors:
     def num_bytes(self) -> int:
         """Memory it takes."""
         return self.keys.nbytes + self.stamps.nbytes + self.rows.nbytes + self.hits.nbytes + self.trials.nbytes
+
+    def knows(self, token: int) -> bool:
+        """Whether the token alone has a row."""
+        return bool(kernels.knows(self.keys, token))
 
     def learn(self, feedback: Feedback, before: int, now: float) -> None:
         """Keep the rows of a feedback, heard at `now` (seconds since 1970); `before` is the token before its first node, -1 if
@@ -97,8 +107,9 @@ class Successors:
     def _restore(self, saved: Arrays) -> None:
         keys, stamps, rows = saved["keys"], saved["stamps"], saved["rows"]
         counts = np.stack([saved["hits"], saved["trials"]])
-        num = len(keys)
-        fits = keys.shape == stamps.shape == (num,) and rows.shape == (num, kernels.K) and counts.shape[1:] == self.hits.shape
+        num, num_signs = len(keys), counts.shape[-1]
+        fits = keys.shape == stamps.shape == (num,) and rows.shape == (num, kernels.K)
+        fits = fits and counts.shape[1:] in ((kernels.NUM_SIGNS,), (kernels.NOT_HINTED,))
         types = [array.dtype for array in (keys, stamps, rows, counts)]
         if not fits or num > _MOST or types != [np.uint64, np.int32, np.int32, np.float64]:
             raise ValueError("not a table of successors")
@@ -109,7 +120,7 @@ class Successors:
             size *= 2
         self._allocate(size)
         self._num_rows = kernels.rehash(keys, stamps, rows, self.keys, self.stamps, self.rows)
-        self.hits[:], self.trials[:] = counts
+        self.hits[:num_signs], self.trials[:num_signs] = counts
 
     def _allocate(self, size: int) -> None:
         self.keys = np.zeros(size, np.uint64)
@@ -142,23 +153,33 @@ class RecycleDrafter:
         else:
             successors = Successors()
         others = [shared] if request.learn and successors is not shared else []
-        return [(self.name, RecycleDrafting(request.context, successors, others, memory.now))]
+        corpora = tuple(request.corpora.values())
+        return [(self.name, RecycleDrafting(request.context, successors, others, memory.now, corpora))]
 
 
 class RecycleDrafting:
     """One request's place in the rows: its last two tokens, what was likely there and not said, what is frequent.
 
-    It drafts from `successors`; `others` learn what they do.
+    It drafts from `successors`, and from `corpora` where these know nothing; `others` learn what they do.
     """
 
-    def __init__(self, context: Tokens, successors: Successors, others: Sequence[Successors] = (), now: float = 0.0) -> None:
+    def __init__(
+        self,
+        context: Tokens,
+        successors: Successors,
+        others: Sequence[Successors] = (),
+        now: float = 0.0,
+        corpora: Sequence[Datastore] = (),
+    ) -> None:
         self._successors = successors
         self._others = others
         self._now = now
+        self._corpora = corpora
         self._missed = np.full((2, kernels.K), -1, np.int32)
         self._tokens = np.full(_NUM_COMMON, -1, np.int32)
         self._weights = np.zeros(_NUM_COMMON)
         self._common = np.full(kernels.K, -1, np.int32)
+        self._hinted = np.full(kernels.K, -1, np.int32)
         self._last = np.full(2, -1, np.int32)
         self._advance(context[-_NUM_COMMON:].astype(np.int32))
 
@@ -176,6 +197,7 @@ class RecycleDrafting:
             int(self._last[1]),
             self._missed,
             self._common,
+            self._hinted,
             budget,
             tokens,
             parents,
@@ -200,6 +222,7 @@ class RecycleDrafting:
                 root,
                 self._missed,
                 self._common,
+                self._hinted,
                 emitted,
                 _KEEP,
             )
@@ -219,6 +242,21 @@ class RecycleDrafting:
         if len(emitted):
             self._last = np.concatenate([self._last, emitted])[-2:]
             kernels.count_common(self._tokens, self._weights, emitted, _KEEP_COMMON, self._common)
+            if self._corpora:
+                self._ask_corpora(int(self._last[-1]))
+
+    def _ask_corpora(self, token: int) -> None:
+        """Note what most often follows a token that has no row, every corpus counting alike. A few microseconds a corpus."""
+        self._hinted[:] = -1
+        if token < 0 or self._successors.knows(token):
+            return
+        shares = Counter[int]()
+        for store in self._corpora:
+            tokens, counts = store.frequent_next(token, kernels.K)
+            for each, count in zip(tokens.tolist(), counts.tolist(), strict=True):
+                shares[each] += count / counts.sum()
+        best = sorted(shares, key=lambda each: (-shares[each], each))[: kernels.K]
+        self._hinted[: len(best)] = best
 
     def _follow(self, emitted: Tokens, feedback: Feedback) -> None:
         """Note what was likely along the path of the emitted tokens and not said."""

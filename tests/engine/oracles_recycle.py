@@ -34,7 +34,13 @@ class Rows:
                 self.rows[previous, token] = list(dict.fromkeys(top + self.rows.get((previous, token), [])))[:K]
 
     def candidates(
-        self, before: int, token: int, depth: int, missed: Sequence[Sequence[int]], common: Sequence[int]
+        self,
+        before: int,
+        token: int,
+        depth: int,
+        missed: Sequence[Sequence[int]],
+        common: Sequence[int],
+        hinted: Sequence[int] = (),
     ) -> dict[int, int]:
         """Token -> sign, in the order they are found."""
         two = self.rows.get((before, token)) if before >= 0 else None
@@ -46,11 +52,14 @@ class Rows:
                     late.setdefault(each, kernels.missed_class(age + depth, rank))
         often = [each for each in common if each >= 0]
         found = {}
-        for each in [*(two or []), *(one or []), *late, *often]:
+        hints = [each for each in hinted if each >= 0] if depth == 0 and one is None else []
+        for each in [*(two or []), *(one or []), *late, *(token for token in often if token not in hints)]:
             rank_two = 0 if two is None else 2 + two.index(each) if each in two else 1
             rank_one = 0 if one is None else 2 + one.index(each) if each in one else 1
             how_common = 0 if each not in often else 1 if often.index(each) < 4 else 2
             found[each] = kernels.sign_of(rank_two, rank_one, late.get(each, 0), how_common)
+        for rank, each in enumerate(hints):
+            found.setdefault(each, kernels.NOT_HINTED + (rank >= 2))
         return found
 
     def prob(self, sign: int) -> float:
@@ -63,12 +72,13 @@ class Rows:
         token: int,
         missed: Sequence[Sequence[int]],
         common: Sequence[int],
+        hinted: Sequence[int],
         emitted: Sequence[int],
         keep: float,
     ) -> None:
         """See kernels.score."""
         for depth, said in enumerate(emitted):
-            for each, sign in self.candidates(before, token, depth, missed, common).items():
+            for each, sign in self.candidates(before, token, depth, missed, common, hinted).items():
                 self.hits[sign] = self.hits.get(sign, 0.0) * keep + (each == said)
                 self.trials[sign] = self.trials.get(sign, 0.0) * keep + 1
             before, token = token, said

@@ -17,6 +17,9 @@ from engine.drafters import Drafting, DraftRequest, Feedback, kernels
 from engine.drafters.recycle import RecycleDrafter, RecycleDrafting, Successors, warmup, without_old
 from engine.memory import Memory, Tenant
 from engine.tree import Draft
+from retriever.datastore import Datastore
+from retriever.format import write_version
+from retriever.update import write_update
 from tests.engine.oracles_recycle import K, Rows
 
 VOCAB = 7
@@ -99,14 +102,16 @@ def test_rows_candidates_and_counts_are_the_twins(seed: int) -> None:
         missed[0, :3], missed[1, :2] = rng.permutation(VOCAB)[:3], rng.permutation(VOCAB)[:2]
         common = np.full(K, -1, np.int32)
         common[:5] = rng.permutation(VOCAB)[:5]
+        hinted = np.full(K, -1, np.int32)
+        hinted[:4] = rng.permutation(VOCAB)[:4]
         emitted = rng.integers(0, VOCAB, int(rng.integers(1, 5))).astype(np.int32)
         root = int(rng.integers(0, VOCAB))
         for depth in range(4):
-            num = kernels.candidates(known.keys, known.rows, before, root, depth, missed, common, tokens, signs)
-            expected = twin.candidates(before, root, depth, missed.tolist(), common.tolist())
+            num = kernels.candidates(known.keys, known.rows, before, root, depth, missed, common, hinted, tokens, signs)
+            expected = twin.candidates(before, root, depth, missed.tolist(), common.tolist(), hinted.tolist())
             assert dict(zip(tokens[:num].tolist(), signs[:num].tolist(), strict=True)) == expected
-        kernels.score(known.keys, known.rows, known.hits, known.trials, before, root, missed, common, emitted, 0.9)
-        twin.score(before, root, missed.tolist(), common.tolist(), emitted.tolist(), 0.9)
+        kernels.score(known.keys, known.rows, known.hits, known.trials, before, root, missed, common, hinted, emitted, 0.9)
+        twin.score(before, root, missed.tolist(), common.tolist(), hinted.tolist(), emitted.tolist(), 0.9)
         for counts, expected_counts in ((known.hits, twin.hits), (known.trials, twin.trials)):
             assert {int(sign): counts[sign] for sign in np.flatnonzero(counts)} == pytest.approx(
                 {sign: count for sign, count in expected_counts.items() if count}
@@ -352,3 +357,67 @@ def test_what_makes_no_sense_is_not_loaded(change: Mapping[str, NDArray[Any]]) -
         Successors(saved)
     assert without_old(saved, 0.0) == {}
     begin(Tenant({"recycle": saved})).propose(np.array([1, 2], np.int32), 4)
+
+
+# ---- what corpora say of a token that the target was not heard after
+
+
+def corpus(root: Path, version: str, documents: Sequence[Sequence[int]]) -> Path:
+    """A version of a corpus of small ids."""
+    named = [(f"doc{i}", np.array(tokens, np.int32)) for i, tokens in enumerate(documents)]
+    return write_version(root, "code", version, named, fingerprint="ids", vocab_size=100)
+
+
+def test_an_unheard_token_goes_on_as_it_does_in_the_corpora(tmp_path: Path) -> None:
+    """What follows it most often there is drafted below the root, until the target has been heard after it; then no more."""
+    context = np.array([1, 2], np.int32)
+    with Datastore.open(corpus(tmp_path, "v1", [[2, 50] * 1500, [2, 60] * 1000, [2, 70]])) as store:
+        drafting = begin(Tenant(), [1, 2], corpora={"code": store})
+        draft = drafting.propose(context, 12)
+        draft.validate(100)
+        assert roots(draft)[:2] == [50, 60] and 70 not in draft.tokens
+        drafting.accept([50], NOTHING)
+        assert roots(drafting.propose(np.array([1, 2, 50], np.int32), 12))[0] == 2
+        drafting.accept([1, 2], chain_feedback([50, 1, 2], [[1, 0], [2, 0], [7, 0]]))
+        assert not {50, 60} & set(roots(drafting.propose(np.array([1, 2, 50, 1, 2], np.int32), 12))[:1])
+        drafting.accept([1, 2], chain_feedback([2, 1], [[7, 0], [2, 0]]))
+        assert roots(drafting.propose(np.array([2, 1, 2], np.int32), 12))[0] == 7
+        assert 60 not in roots(drafting.propose(np.array([2, 1, 2], np.int32), 12))
+
+
+def test_corpora_count_alike(tmp_path: Path) -> None:
+    """Of two corpora, shares are added: the larger one does not drown the smaller."""
+    large = Datastore.open(corpus(tmp_path / "a", "v1", [[2, 50] * 9000, [2, 60] * 3000]))
+    small = Datastore.open(corpus(tmp_path / "b", "v1", [[2, 60] * 1500, [2, 61] * 300]))
+    drafting = begin(Tenant(), [1, 2], corpora={"large": large, "small": small})
+    assert roots(drafting.propose(np.array([1, 2], np.int32), 12))[:3] == [60, 50, 61]
+
+
+def test_nothing_of_a_corpus_is_remembered(tmp_path: Path) -> None:
+    """After a document was deleted, or without the corpus, what only it said is not drafted, nor for the same tenant; and
+    nothing of it is in what would be saved.
+    """
+    memory = Tenant()
+    context = np.array([1, 2], np.int32)
+    base = corpus(tmp_path, "v1", [[2, 50] * 3000, [2, 60] * 2000])
+    with Datastore.open(base) as store:
+        first = begin(memory, [1, 2], corpora={"code": store})
+        assert 50 in first.propose(context, 12).tokens
+        first.accept([9], NOTHING)
+        first.close()
+    assert not len(memory.states["recycle"].arrays()["keys"])
+    for most_deleted in (0.0, 1.0):
+        path = write_update(tmp_path, "code", f"v{most_deleted}", base, [], removed=["doc0"], most_deleted=most_deleted)
+        with Datastore.open(path) as store:
+            assert 50 not in begin(memory, [1, 2], corpora={"code": store}).propose(context, 12).tokens
+    assert not {50, 60} & set(begin(memory, [1, 2]).propose(context, 12).tokens.tolist())
+
+
+def test_counts_from_before_corpora_were_asked_are_kept() -> None:
+    """Saved counts of candidates that no corpus named are the first part of all counts there are."""
+    memory = Tenant()
+    taught(memory)
+    saved = memory.states["recycle"].arrays()
+    old = {**saved, "hits": saved["hits"][: kernels.NOT_HINTED], "trials": saved["trials"][: kernels.NOT_HINTED]}
+    assert saved["trials"].sum() > 0
+    assert Successors(old).trials.tolist() == saved["trials"].tolist()
