@@ -12,9 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import typer
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 import draftloom
 from engine.acceptance import Limits, SamplingParams
@@ -24,6 +29,7 @@ from engine.config import load, reference
 from engine.drafters import DRAFTERS, DraftRequest
 from engine.drafters.panel import Panel
 from engine.loop import Times, decode
+from engine.server.serve import DEFAULT_ADDRESS, GENERATION
 from engine.session import Session
 from engine.target import SequenceRequest
 from engine.target.fake import FakeTarget
@@ -41,13 +47,13 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
-def command_lines() -> Iterator[tuple[str, list[str]]]:
-    """(page, words) of every `draftloom ...` in a shell block."""
+def command_lines(program: str = "draftloom") -> Iterator[tuple[str, list[str]]]:
+    """(page, words after the first) of every line of a shell block that begins with `program`."""
     for page in PAGES:
         for block in blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
-                if words and words[0] == "draftloom":
+                if words and words[0] == program:
                     yield page, words[1 : words.index("<")] if "<" in words else words[1:]
 
 
@@ -179,6 +185,37 @@ def test_the_python_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch, c
         for example in examples:
             exec(compile(example, page, "exec"), {})
     assert "def fibonacci" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("page", "words"), list(command_lines("grpcurl")), ids=str)
+def test_a_grpcurl_line_of_a_page_is_answered(page: str, words: list[str]) -> None:
+    """The way grpcurl does it: the server is asked for its messages, JSON becomes one of them, and the call succeeds."""
+    plain, *words = words
+    assert plain == "-plaintext"
+    data = "{}"
+    if words[0] == "-d":
+        _, data, *words = words
+    told, *words = words
+    assert told == DEFAULT_ADDRESS
+    with serving_in_thread(ScriptedEngine()) as address, grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
+        match words:
+            case ["list"]:
+                assert GENERATION in database.get_services()
+            case ["describe", symbol]:
+                assert pool.FindMessageTypeByName(symbol).fields
+            case [path]:
+                service, name = path.split("/")
+                method = pool.FindServiceByName(service).FindMethodByName(name)
+                request = json_format.Parse(data, GetMessageClass(method.input_type)())
+                read = GetMessageClass(method.output_type).FromString
+                if method.server_streaming:
+                    assert list(channel.unary_stream(f"/{path}", type(request).SerializeToString, read)(request))
+                else:
+                    assert channel.unary_unary(f"/{path}", type(request).SerializeToString, read)(request).ByteSize()
+            case _:
+                raise AssertionError(f"{page}: grpcurl has no {' '.join(words)}")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import grpc._cython.cygrpc
 import pytest
+from google.protobuf import descriptor_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -339,6 +340,21 @@ def test_reflection_lists_the_services() -> None:
             names = {service.name for service in (await call.read()).list_services_response.service}
             ours = {f"draftloom.v1.{name}Service" for name in ("Generation", "Model", "Corpus")}
             assert names == ours | {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("detail", ["ErrorInfo", "BadRequest", "RetryInfo"])
+def test_reflection_knows_the_details_of_errors(detail: str) -> None:
+    """No method names these messages, so a client without `.proto` files reads details only if it can ask for them."""
+
+    async def run() -> None:
+        async with connected(ScriptedEngine()) as channel:
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"google.rpc.{detail}")
+            response = await stub.ServerReflectionInfo(iter([asked])).read()
+            file = descriptor_pb2.FileDescriptorProto.FromString(response.file_descriptor_response.file_descriptor_proto[0])
+            assert detail in {message.name for message in file.message_type}
 
     asyncio.run(run())
 
