@@ -278,7 +278,8 @@ def test_the_worker_says_how_it_stands(worker: Worker, client: draftloom.Client)
     worker.target.pause = 0.02
     try:
         with client.stream(PROMPT, max_tokens=500, speculation=False) as stream:
-            next(iter(stream))
+            chunks = iter(stream)
+            next(chunks)
             status = client.worker_status()
             assert (status.num_workers, status.num_open, status.num_waiting) == (1, 1, 0)
         assert eventually(lambda: client.worker_status().num_open == 0)
