@@ -33,6 +33,9 @@ from engine.tree import CandidateTree, CostCurve
 _CHUNK = 256
 """Most rows of a pass that read prompts, of all sequences together: so long do others wait at most."""
 
+_CHUNK_BESIDE = 64
+"""The same where others step: a row costs little more than in a larger pass, and their streams pause a quarter as long."""
+
 _PATIENCE = 0.5
 """A pass waits for trees that are late, at most for this share of the last pass's time if all were late: what it costs those
 that are there is then less than what a missed pass costs those that are not."""
@@ -309,13 +312,6 @@ class LocalTarget:
     def _pack(self, works: list[Work[LocalSequence, StepResult | None]], ready: list[int]) -> list[_Packed]:
         """The rows of a pass: a part of every text to be read, in turn, and all trees, cut together, with the roots of those
         that have not been asked to step. Nobody loses memory for these."""
-        chunks, left = list[_Packed](), _CHUNK
-        for i in ready:
-            if works[i].tree is None and left:
-                tokens = works[i].owner.next_chunk(left)
-                left -= len(tokens)
-                chunks.append(_Packed.of_chunk(i, works[i].owner, tokens))
-        num_read = _CHUNK - left
         trees = [(i, works[i].owner, tree) for i in ready if (tree := works[i].tree) is not None]
         asked = {work.owner for work in works}
         for owner in self._open:
@@ -324,6 +320,12 @@ class LocalTarget:
                 if owner.may_go_ahead and owner.table.room:
                     owner.table.reserve(1)
                     trees.append((-1, owner, owner.root))
+        chunks, num_read, most = list[_Packed](), 0, _CHUNK_BESIDE if trees else _CHUNK
+        for i in ready:
+            if works[i].tree is None and num_read < most:
+                tokens = works[i].owner.next_chunk(most - num_read)
+                num_read += len(tokens)
+                chunks.append(_Packed.of_chunk(i, works[i].owner, tokens))
         most = self.info.max_rows + num_read
         context = sum(owner.table.length for _, owner, _ in trees) / max(len(trees), 1)
         curve = self.meter.curve(context, len(trees) + len(chunks))
