@@ -9,7 +9,6 @@ versions are removed by unlinking, which is safe.
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -352,16 +351,6 @@ class Datastore:
             problems.append(Problem(str(self._metadata.path), "content was altered"))
         return problems
 
-    def altered(self) -> list[Problem]:
-        """The files that are not what was written, by their checksums; an empty list if all are.
-
-        Reads every byte, from the files and not through the mappings: a thread that waits for the disk then holds nobody up.
-        Raises OSError where a file cannot be read, Closed.
-        """
-        files = [file for segment in self._mapped() for file in segment.files.values()]
-        files += [self._metadata] if self._metadata is not None else []
-        return [Problem(str(file.path), "content was altered") for file in files if file.altered()]
-
     def resident(self) -> bool:
         """Whether everything that a lookup may read is in memory, so that none has to wait. Some 10 microseconds a megabyte.
 
@@ -377,12 +366,6 @@ class Datastore:
         for segment in self._mapped():
             for array in segment.looked_up():
                 pages.populate(array, lambda: self._segments is not None)
-
-    def prefetch(self) -> None:
-        """Ask the system to read the files into memory; returns at once. Raises Closed."""
-        for segment in self._mapped():
-            for file in segment.files.values():
-                file.mapping.madvise(mmap.MADV_WILLNEED)
 
     def close(self) -> None:
         """Let the mappings go, as soon as no lookup in another thread needs them. Twice is fine."""

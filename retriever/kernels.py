@@ -1477,3 +1477,4 @@ def warmup() -> None:
     pool.lookup(np.array([1, 2], np.int32), 2)
     segments = describe(np.array([1, 2, 1, 255], np.uint8), np.array([0, 2, 1], np.int32), np.zeros((16, 3), np.uint32))[None]
     lookup(segments, 1, 255, np.array([1], np.int32), 2, 1, 8, 4, 4, 4, 0)
+    frequent_next(segments, 255, 1, 1)

@@ -57,7 +57,8 @@ def find(keys: Any, key: Any) -> int:
 @_jit
 def knows(keys: Any, token: int) -> bool:
     """Whether `keys` has the context of the token alone."""
-    return find(keys, key_of(-1, token)) >= 0
+    known: bool = find(keys, key_of(-1, token)) >= 0
+    return known
 
 
 @_jit

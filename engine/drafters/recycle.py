@@ -274,6 +274,7 @@ def warmup() -> None:
     drafting.accept([], heard)
     drafting.propose(one, 1)
     drafting.accept([1], heard)
+    known.knows(1)
     Successors(known.arrays())
 
 

@@ -114,8 +114,9 @@ def test_damage_costs_drafts_at_most(
                 store.document_name(i)
                 store.document_tokens(i)
             store.check()
-            for problems in (store.check(full=True), store.altered()):
-                assert harmless or any(name in str(problem) for problem in problems)
+            assert harmless or any(name in str(problem) for problem in store.check(full=True))
+            altered = [str(file.path) for segment in store.segments() for file in segment.files.values() if file.altered()]
+            assert harmless or name == "metadata" or any(name in path for path in altered)
             if not harmless and name == "metadata":
                 with pytest.raises(FormatError, match="metadata"):
                     read_metadata(path)
@@ -126,5 +127,4 @@ def test_sound_files_are_sound(version: Path) -> None:
     """The version the damage is done to is itself faultless."""
     with Datastore.open(version) as store:
         assert store.check(full=True) == []
-        assert store.altered() == []
         assert read_metadata(version) == bytes(range(200))

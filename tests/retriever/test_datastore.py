@@ -175,7 +175,6 @@ def test_what_it_says_of_itself(build: Build) -> None:
     with build([[1, 2, 3], [], [4]]) as store:
         assert (store.name, store.version, store.fingerprint, store.vocab_size) == ("corpus", "v0", "words", 100)
         assert (store.num_documents, store.num_tokens) == (3, 4)
-        store.prefetch()
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[], []]])
@@ -212,7 +211,7 @@ def test_closed_means_closed(build: Build) -> None:
     store = build([[1, 2]])
     store.close()
     store.close()
-    for ask in (lambda: store.lookup(np.array([1], np.int32), 4), lambda: store.document_name(0), store.check, store.prefetch):
+    for ask in (lambda: store.lookup(np.array([1], np.int32), 4), lambda: store.document_name(0), store.check):
         with pytest.raises(Closed, match="open it again"):
             ask()
 
