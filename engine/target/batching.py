@@ -28,10 +28,11 @@ Answer = TypeVar("Answer")
 class CostMeter:
     """What a pass costs, measured at start and kept up to date by every pass:
 
-        seconds = rows alone + context x (per sequence x sequences + per row x rows)
+        seconds = between passes + rows alone + context x (per sequence x sequences + per row x rows)
 
-    the first part a curve over the number of rows, `context` the mean number of positions before a row. Attention reads a
-    sequence's keys and values once for several of its rows, and computes for each.
+    the second part a curve over the number of rows, `context` the mean number of positions before a row. Attention reads a
+    sequence's keys and values once for several of its rows, and computes for each. What goes by between passes, drafts and
+    messages among it, is paid once a pass too: the dearer it is, the more rows pay.
 
     Other work on the machine can only make a pass slower, so lower readings count more than higher ones: at start the least of
     several rounds, later a faster blend downwards than upwards. A pass between two points of the curve moves both, by their
@@ -49,6 +50,7 @@ class CostMeter:
         self._rows = np.array(self.ROWS, np.int32)
         self._seconds = np.full(len(self.ROWS), np.nan)
         self._per_sequence = self._per_row = 0.0
+        self._between = 0.0
         self._frozen: CostCurve | None = None
         self._num_passes = 0
 
@@ -87,6 +89,10 @@ class CostMeter:
         self._seconds[above] *= 1 + news * share
         self._seconds[below] *= 1 + news * (1 - share)
 
+    def observe_between(self, seconds: float) -> None:
+        """So long after one pass the next one began, somebody wanting it all the while."""
+        self._between += self._UP * (seconds - self._between)
+
     def explores(self) -> bool:
         """Whether the next pass should be larger than pays, to learn what that costs."""
         return self._frozen is None and self._num_passes % self._EXPLORE_EVERY == self._EXPLORE_EVERY - 1
@@ -97,7 +103,7 @@ class CostMeter:
             return self._frozen
         if np.isnan(self._seconds[0]):
             return CostCurve.flat()
-        seconds = self._seconds + self._context(context, num_sequences, self._rows)
+        seconds = self._between + self._seconds + self._context(context, num_sequences, self._rows)
         return CostCurve(self._rows, np.minimum.accumulate(seconds[::-1])[::-1].copy())
 
     def share(self, context: float, num_trees: int, other_rows: int) -> CostCurve:

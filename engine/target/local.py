@@ -93,7 +93,7 @@ class LocalTarget:
         self._admission = Admission(max_sequences, max_waiting)
         self._open: list[LocalSequence] = []
         self._num_opened = 0
-        self._last_seconds = 0.0
+        self._last_end = self._last_seconds = 0.0
         self._last_trees = self._last_rows = 0
         self._secret = secrets.token_bytes(32)
         core_kernels.warmup()
@@ -228,7 +228,11 @@ class LocalTarget:
         )
         all_tokens = np.concatenate([rows.tokens for rows in packed])
         logits = self._model.forward(all_tokens, everything, verified)
-        self._last_seconds = seconds = time.perf_counter() - start
+        end = time.perf_counter()
+        if start - self._last_end < self._last_seconds:  # else nobody was there
+            self.meter.observe_between(start - self._last_end)
+        self._last_end, self._last_seconds = end, end - start
+        seconds = self._last_seconds
         trees = [rows for rows in packed if rows.tree is not None]
         self._last_trees, self._last_rows = len(trees), sum(len(rows.tokens) for rows in trees)
         num_read = len(all_tokens) - self._last_rows

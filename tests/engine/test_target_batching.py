@@ -187,6 +187,17 @@ def test_the_curve_knows_what_context_costs(monkeypatch: pytest.MonkeyPatch) -> 
         assert meter.curve(context, num).seconds == pytest.approx(expected)
 
 
+def test_what_goes_by_between_passes_is_paid_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises the whole curve, whatever the rows, so that trees grow; what passes take is learned as before."""
+    meter, tree = measured(monkeypatch), trees_of(5, 1, 12)[0]
+    before, size = meter.curve(), best_size(tree.probs[1:], meter.share(0.0, 40, 40))
+    for _ in range(200):
+        meter.observe_between(3.0)
+        meter.observe(8, 1.08)
+    assert meter.curve().seconds == pytest.approx(before.seconds + 3.0, rel=1e-3)
+    assert best_size(tree.probs[1:], meter.share(0.0, 40, 40)) > size
+
+
 def test_what_context_costs_is_learned_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long context that costs twice what was measured is believed; what a pass without any costs hardly changes."""
     meter = with_context(monkeypatch)
