@@ -166,7 +166,6 @@ class Datastore:
         context: Tokens,
         budget: int,
         *,
-        min_length: int = 1,
         max_length: int = 32,
         samples: int = 64,
         classes: int = 2,
@@ -175,7 +174,7 @@ class Datastore:
     ) -> Continuations:
         """At most `budget` nodes that may follow `context` (int32 [n]), from what followed its end in the corpus.
 
-        The longest end of the context that occurs (`min_length` to `max_length` tokens) is one class of evidence, up to
+        The longest end of the context that occurs (at most `max_length` tokens) is one class of evidence, up to
         `classes` - 1 shorter ends that occur at least twice as often are the others (more than one cost time and drafted no
         better); of each, at most `samples` occurrences are looked at, an even stride, and followed for `depth` tokens, never
         beyond their document. Probabilities as in `kernels.blend`.
@@ -187,8 +186,8 @@ class Datastore:
         Closed.
         """
         end = 0 if seconds == math.inf else time.monotonic_ns() + max(1, int(seconds * 1e9))
-        if min(min_length, max_length, samples, classes, depth) < 1:
-            _positive(min_length=min_length, max_length=max_length, samples=samples, classes=classes, depth=depth)
+        if min(max_length, samples, classes, depth) < 1:
+            _positive(max_length=max_length, samples=samples, classes=classes, depth=depth)
         segments = self._mapped()  # a local reference: `close` in another thread must not unmap under the kernel
         arrays = kernels.lookup(
             self._described,
@@ -196,7 +195,6 @@ class Datastore:
             self.vocab_size,
             np.ascontiguousarray(context, np.int32),
             budget,
-            min_length,
             max_length,
             samples,
             classes,

@@ -904,10 +904,8 @@ def rung(r: int) -> int:
 
 
 @kernel
-def longest_match(
-    segments: Int64, width: int, context: Int32, shortest: int, limit: int, end: int, intervals: Int64, counts: Int64
-) -> int:
-    """The largest length of `shortest` to `limit` at which the end of the context occurs in some segment; 0 if it never does.
+def longest_match(segments: Int64, width: int, context: Int32, limit: int, end: int, intervals: Int64, counts: Int64) -> int:
+    """The largest length, at most `limit`, at which the end of the context occurs in some segment; 0 if it never does.
 
     What occurs at a length occurs at every shorter one. So it climbs the rungs while they occur, from the eighth token at once
     to the limit, and searches between the last that occurs and the first that does not by halving. Short rungs are what the
@@ -917,10 +915,8 @@ def longest_match(
     """
     counts[:] = -1
     spare = len(counts) - 1
-    low, high = shortest - 1, limit
+    low, high = 0, limit
     r = 0
-    while rung(r) < shortest:
-        r += 1
     while low < high and rung(r) <= high and not _late(end):
         counts[r] = count_matches(segments, width, context[len(context) - rung(r) :], intervals[r])
         if counts[r] == 0:
@@ -943,7 +939,7 @@ def longest_match(
             high = middle - 1
     if low > found:
         counts[spare] = count_matches(segments, width, context[len(context) - low :], intervals[spare])
-    return low if low >= shortest else 0
+    return low
 
 
 @kernel
@@ -954,7 +950,7 @@ def longest(segments: Int64, width: int, context: Int32, limit: int) -> tuple[in
         num_rungs += 1
     intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
     counts = np.empty(num_rungs + 1, np.int64)
-    length = longest_match(segments, width, context, 1, limit, 0, intervals, counts)
+    length = longest_match(segments, width, context, limit, 0, intervals, counts)
     for r in range(num_rungs):
         if rung(r) == length and counts[r] > 0:
             return length, counts[r]
@@ -968,7 +964,6 @@ def lookup(
     vocab_size: int,
     context: Int32,
     budget: int,
-    min_length: int,
     max_length: int,
     num_samples: int,
     num_classes: int,
@@ -1002,8 +997,7 @@ def lookup(
     group_left = np.empty(num_samples + 1, np.float64)
     group_fresh = np.empty(num_samples + 1, np.float64)
     num_rows = 0
-    shortest = max(min_length, 1)
-    length = longest_match(segments, width, context, shortest, limit, end, intervals, counts)
+    length = longest_match(segments, width, context, limit, end, intervals, counts)
     slot = num_rungs
     for r in range(num_rungs):
         if rung(r) == length and counts[r] > 0:
@@ -1012,7 +1006,7 @@ def lookup(
     longer_count = 0
     longer_words = pack_key(context[:0], width)
     classes_left = num_classes
-    while length >= shortest and classes_left > 0 and not _late(end):
+    while length > 0 and classes_left > 0 and not _late(end):
         if counts[slot] < 0:
             counts[slot] = count_matches(segments, width, context[len(context) - length :], intervals[slot])
         count = counts[slot]
@@ -1348,7 +1342,6 @@ def pool_lookup(
     previous: Int32,
     context: Int32,
     budget: int,
-    min_length: int,
     max_length: int,
     probes: int,
     depth: int,
@@ -1379,7 +1372,7 @@ def pool_lookup(
         while position >= 0 and steps < 4 * probes and taken < probes:
             length = common_suffix(text, position, context, limit)
             longer = o + 1 < len(POOL_ORDERS) and length >= POOL_ORDERS[o + 1]
-            if length >= max(order, min_length) and not longer:
+            if length >= order and not longer:
                 _pool_row(text, num_tokens, position, at_end >= length, rows[num_rows])
                 lengths[num_rows] = length
                 num_rows += 1
@@ -1476,5 +1469,5 @@ def warmup() -> None:
     pool = TextPool([1, 2, 3, 1, 2])
     pool.lookup(np.array([1, 2], np.int32), 2)
     segments = describe(np.array([1, 2, 1, 255], np.uint8), np.array([0, 2, 1], np.int32), np.zeros((16, 3), np.uint32))[None]
-    lookup(segments, 1, 255, np.array([1], np.int32), 2, 1, 8, 4, 4, 4, 0)
+    lookup(segments, 1, 255, np.array([1], np.int32), 2, 8, 4, 4, 4, 0)
     frequent_next(segments, 255, 1, 1)

@@ -82,13 +82,12 @@ class TextPool:
         self._end = end
         self._num_tokens += len(added)
 
-    def lookup(self, context: Tokens, budget: int, *, min_length: int = 1) -> Continuations:
+    def lookup(self, context: Tokens, budget: int) -> Continuations:
         """At most `budget` nodes that may follow `context` (int32 [n]), from what followed its end in this pool.
 
         Usually the context is the pool's text so far; the place where it stands itself is no occurrence. Where the text repeats
-        itself up to its end, the draft goes on with the period ("abcabca" yields "bcabca..."). Matches shorter than
-        `min_length` are left out. Empty context, no match or a budget below 1: no nodes. Some 10 to 40 microseconds, however
-        long the text.
+        itself up to its end, the draft goes on with the period ("abcabca" yields "bcabca..."). Empty context, no match or a
+        budget below 1: no nodes. Some 10 to 40 microseconds, however long the text.
         """
         return Continuations.of(
             kernels.pool_lookup(
@@ -98,7 +97,6 @@ class TextPool:
                 self._previous,
                 np.ascontiguousarray(context, np.int32),
                 budget,
-                min_length,
                 self.max_length,
                 self.probes,
                 self.depth,

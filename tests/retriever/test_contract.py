@@ -94,13 +94,6 @@ def test_only_the_end_after_a_non_token_counts(source: Open) -> None:
     assert found.lengths.tolist() == [1]
 
 
-def test_short_matches_can_be_declined(source: Open) -> None:
-    """Below `min_length` a match does not count."""
-    lookup = source([[1, 2, 3, 4], [9]])
-    assert len(lookup(ids(7, 2, 3), 4, min_length=3)) == 0
-    assert paths_of(lookup(ids(7, 2, 3), 4, min_length=2)) == [(4,)]
-
-
 def test_asking_twice_is_asking_once(source: Open) -> None:
     """The same question has the same answer, bit by bit."""
     lookup = source(some_documents())

@@ -53,7 +53,7 @@ class Segments:
     def lookup(self, context: Sequence[int], budget: int) -> kernels.BlendResult:
         """At depth 6, nothing sampled."""
         key = np.array(context, np.int32)
-        return kernels.lookup(self.described, self.width, self.vocab_size, key, budget, 1, 32, 200, 3, 6, 0)
+        return kernels.lookup(self.described, self.width, self.vocab_size, key, budget, 32, 200, 3, 6, 0)
 
 
 @pytest.mark.parametrize("vocab_size", [4, 4000, 151_936, 1 << 24])
@@ -198,7 +198,7 @@ def test_another_tokenizer_is_refused(build: Build) -> None:
     assert Datastore.open(path, fingerprint="words", vocab_size=5000).num_tokens == 1
 
 
-@pytest.mark.parametrize("name", ["min_length", "max_length", "samples", "classes", "depth"])
+@pytest.mark.parametrize("name", ["max_length", "samples", "classes", "depth"])
 def test_senseless_arguments_are_refused_by_name(build: Build, name: str) -> None:
     """A size below 1 is a mistake of the caller."""
     store = build([[1, 2]])
