@@ -8,7 +8,7 @@ until a tree has the size asked for; a tree that they cannot fill is refused, no
 
 For each size:
 
-    tokenizer        the same texts, in memory already, through the model's tokenizer in large batches, into arrays
+    tokenizer        the same texts, in memory already, through the model's tokenizer in the batches of a build, into arrays
     build            `draftloom corpus build` as a process: the time it reports, and the wall clock's, start-up included
     tokenizer ratio  tokens a second of the build over those of the tokenizer alone
     peak memory      the largest resident set of that process
@@ -37,6 +37,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from corpora.build import BATCH_CHARS
 from corpora.catalog import Catalog
 from corpora.inputs import open_sources
 from corpora.options import BuildOptions
@@ -47,8 +48,6 @@ from engine.text import Tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("transformers", "torch", "sympy", "networkx", "numpy", "numba", "mypy", "pip", "accelerate", "pygments")
 MB = 1_000_000
-ALONE_CHARS = 1 << 21
-"""Of a batch for the tokenizer alone: so many that idle cores at its end hardly count."""
 
 PEER = """
 import json, sys, time
@@ -163,7 +162,7 @@ def alone(tokenizer: Tokenizer, tree: Path) -> tuple[float, int, list[np.ndarray
         assert isinstance(text, str)
         batches[-1].append(text)
         size += len(text)
-        if size >= ALONE_CHARS:
+        if size >= BATCH_CHARS:
             batches.append([])
             size = 0
     began = time.perf_counter()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -28,14 +26,14 @@ from corpora.errors import CatalogError, InvalidOptions, NothingToIndex, StoreNo
 from corpora.inputs import EncodeChat, Source, open_sources
 from corpora.options import BuildOptions
 from corpora.record import Recorder
-from corpora.survey import Document, Found, Survey, Tally
+from corpora.survey import Found, Survey, Tally
 from engine.errors import InvalidRequest
 from engine.text import Tokenizer
 
 if TYPE_CHECKING:
     from retriever.format import Manifest
 
-BATCH_CHARS = 1 << 20
+BATCH_CHARS = 1 << 21
 BATCH_ENTRIES = 4096
 RESTING_BYTES = 470_000_000
 LEAST_SEGMENT_BYTES = 32_000_000
@@ -43,10 +41,6 @@ LEAST_SEGMENT_BYTES = 32_000_000
 ProgressCallback = Callable[["Progress"], None]
 Encode = Callable[[Sequence[str]], list[NDArray[np.int32]]]
 """Texts to their ids."""
-_Encoded = tuple[list[Found], list[str], list[NDArray[np.int32]]]
-"""What was found, and names and ids of its documents."""
-_Timed = tuple[list[str], list[NDArray[np.int32]], float, float]
-"""Names and ids, and when work on them began and ended."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +201,10 @@ def recorded_options(options: BuildOptions, sources: Sequence[Source], model: st
 class Stream:
     """Documents on their way from sources to ids, with the counts of what passed.
 
-    Reading, tokenizing and writing run beside one another: the first two on threads, the last in the caller's. Two batches are
-    with the tokenizer at once, so that it is at work on one while Python makes arrays of the ids of the other.
+    Reading, tokenizing and writing run beside one another, a batch apart: the first two on threads, the last in the caller's.
     """
 
     def __init__(self, survey: Survey, encode: Encode, progress: ProgressCallback | None) -> None:
-        """`encode` is called from two threads."""
         self.tally = Tally()
         self.num_tokens = 0
         self.tokenizer_seconds = 0.0
@@ -222,14 +214,13 @@ class Stream:
         self._survey = survey
         self._encode = encode
         self._progress = progress
-        self._tokenized_until = 0.0
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
         """(name, ids) of every document to write, in order; tokenized in batches of about BATCH_CHARS characters."""
         self.say("walk")
-        with contextlib.closing(self._encoded()) as batches:
+        with contextlib.closing(ahead(self._encoded(), 1)) as batches:
             for number, (batch, names, ids) in enumerate(batches):
-                if number == 2:  # there is much to sort; loading before the first batch would have held that one up
+                if number == 1:  # there is much to sort; loading before the first batch would have held that one up
                     load_kernels_aside()
                 self._recorder.add(batch)
                 for found in batch:
@@ -257,35 +248,20 @@ class Stream:
         if stage != "read":
             self.say(stage)
 
-    def _encoded(self) -> Generator[_Encoded, None, None]:
-        """What was found, in batches, with names and ids of the documents to write."""
-        with (
-            contextlib.closing(ahead(_batches(self._survey), 2)) as batches,
-            ThreadPoolExecutor(2, "draftloom-tokenize") as pool,
-        ):
-            under_way = deque[tuple[list[Found], Future[_Timed]]]()
+    def _encoded(self) -> Iterator[tuple[list[Found], list[str], list[NDArray[np.int32]]]]:
+        """What was found, in batches, with names and ids of the documents to write; for a thread of its own."""
+        with contextlib.closing(ahead(_batches(self._survey), 2)) as batches:
             for batch in batches:
                 documents = [document for found in batch for document in found.documents]
-                under_way.append(([replace(found, documents=()) for found in batch], pool.submit(self._ids_of, documents)))
-                if len(under_way) > 2:
-                    yield self._taken(*under_way.popleft())
-            while under_way:
-                yield self._taken(*under_way.popleft())
-
-    def _ids_of(self, documents: Sequence[Document]) -> _Timed:
-        """Names and ids of the documents, between when and when they were made; for a thread of the pool."""
-        began = time.monotonic()
-        texts = [document.content for document in documents if isinstance(document.content, str)]
-        encoded = iter(self._encode(texts) if texts else [])
-        ids = [next(encoded) if isinstance(document.content, str) else document.content for document in documents]
-        return [document.name for document in documents], ids, began, time.monotonic()
-
-    def _taken(self, batch: list[Found], made: Future[_Timed]) -> _Encoded:
-        """A batch that is done, in its turn; its time counts as far as it is not that of one before."""
-        names, ids, began, ended = made.result()
-        self.tokenizer_seconds += max(0.0, ended - max(began, self._tokenized_until))
-        self._tokenized_until = max(ended, self._tokenized_until)
-        return batch, names, ids
+                texts = [document.content for document in documents if isinstance(document.content, str)]
+                started = time.monotonic()
+                encoded = iter(self._encode(texts) if texts else [])
+                self.tokenizer_seconds += time.monotonic() - started
+                yield (
+                    [replace(found, documents=()) for found in batch],
+                    [document.name for document in documents],
+                    [next(encoded) if isinstance(document.content, str) else document.content for document in documents],
+                )
 
 
 def load_kernels_aside() -> None:

@@ -10,12 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
-
-import numpy as np
-from numpy.typing import NDArray
 
 from corpora.build import (
     BuildReport,
@@ -83,19 +79,12 @@ def update(
         manifest, record = Manifest.read(base), Record.read(base)
         model, options = manifest.options["model"], BuildOptions.from_json(manifest.options)
 
-        loading = Lock()
-
         @functools.cache
         def tokenizer() -> Tokenizer:
             found = load_tokenizer(model)
             if record is not None and record.checksum == found.checksum:
                 return found
             return same_tokenizer(found, manifest.fingerprint, model, name)
-
-        def encode(texts: Sequence[str]) -> list[NDArray[np.int32]]:
-            with loading:  # two threads may ask for the first time at once
-                found = tokenizer()
-            return found.encode_batch(texts)
 
         def checksum() -> str:
             """Of what tokenized all documents; if none had to be, that of before."""
@@ -104,7 +93,7 @@ def update(
         if record is not None:
             sources = open_sources(manifest.sources, options, chat_encoder(tokenizer()) if options.chat else None)
             survey = Survey(sources, options, record.known, catalog.root)
-            stream = Stream(survey, encode, progress)
+            stream = Stream(survey, lambda texts: tokenizer().encode_batch(texts), progress)
             documents = stream.documents()
             first = next(documents, None)
             earlier = {document for found in record.entries for document in found.names}
