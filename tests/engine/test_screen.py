@@ -71,7 +71,8 @@ def test_every_source_has_a_colour() -> None:
 def test_the_table_of_sources_can_be_read() -> None:
     """One row for each source, with its share of the text and its credit; no tokens, no division by zero."""
     screen = console()
-    rows = [SourceStatistics("corpus:code", 40, 12, 5, 1, 2, 0.0123, 0.9, 17, 6), SourceStatistics("prompt", 0, 0, 0, 0, 0, 0.0)]
+    corpus = SourceStatistics("corpus:code", 40, 12, 5, 1, 2, 0.0123, 0.9, 17, 6)
+    rows = [corpus, SourceStatistics("prompt", 0, 0, 0, 0, 0, 0.0)]
     screen.print(source_table(rows, 48))
     screen.print(source_table(rows, 0))
     screen.print(legend(["corpus:code", "prompt"]))
