@@ -715,7 +715,7 @@ class Mutant:
             hits = np.flatnonzero((tree.parents == node) & (tree.tokens == token))
             return int(hits[-1]) if len(hits) else -1
 
-        self.patch.setattr(acceptance, "_child", child)
+        self.patch.setattr(acceptance, "child_of", child)
 
     def ties_go_to_the_highest_id(self) -> None:
         """Greedy choice takes the last of equal maxima."""
