@@ -20,6 +20,7 @@ What was asked for goes to stdout, all else to stderr. Every error is one line. 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -462,10 +463,20 @@ def main() -> None:
 
 def keep_kernels_private() -> None:
     """Have numba keep compiled kernels in a folder where nobody else can write; it reads this when it is first imported."""
-    folder = cache_root().parent / "numba"
+    folder = kernels_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
+
+
+def kernels_folder() -> Path:
+    """Where compiled kernels are kept: elsewhere as soon as any of them changes, since numba looks whether a kernel's own file
+    is another one, but not at the files of the kernels that it calls.
+    """
+    root = Path(__file__).parents[1]
+    sources = sorted(file for package in ("engine", "retriever") for file in (root / package).rglob("kernels.py"))
+    version = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
+    return cache_root().parent / "numba" / version
 
 
 def load_settings(file: Path | None, flags: dict[str, Any]) -> Config:

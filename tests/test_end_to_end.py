@@ -30,6 +30,7 @@ import draftloom
 from corpora.build import build
 from corpora.catalog import Catalog
 from draftloom.v1 import generation_pb2, generation_pb2_grpc
+from engine.cli import kernels_folder
 from engine.models import cache_root
 from engine.spawn import free_port
 from engine.target.fake import FakeSequence, FakeTarget
@@ -38,7 +39,7 @@ from engine.text import Tokenizer
 from tests.tiny_tokenizers import byte_level, write_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(cache_root().parent / "numba")
+KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(kernels_folder())
 MODELS = cache_root()
 
 TOKENIZER = Tokenizer(byte_level())

@@ -346,3 +346,19 @@ def test_the_whole_of_it_on_the_real_model(tmp_path: Path, monkeypatch: pytest.M
     drafted, plain = (json.loads(draftloom_command(*words, *more)) for more in ([], ["--no-speculation"]))
     assert drafted["token_ids"] == plain["token_ids"] and drafted["text"] == plain["text"]
     assert drafted["statistics"]["num_accepted"] > 0 == plain["statistics"]["num_accepted"]
+
+
+def test_kernels_are_compiled_anew_when_one_that_they_call_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels hold others of other files; so any file of kernels, and no other, decides where they are kept."""
+    files = [tmp_path / "engine" / "kernels.py", tmp_path / "retriever" / "deep" / "kernels.py", tmp_path / "engine" / "cli.py"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    monkeypatch.setattr(cli, "__file__", str(files[-1]))
+    folders = {cli.kernels_folder()}
+    for num, file in enumerate(files[:2], 2):
+        file.write_text("changed")
+        folders.add(cli.kernels_folder())
+        assert len(folders) == num
+    files[-1].write_text("changed")
+    assert cli.kernels_folder() in folders
