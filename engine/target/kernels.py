@@ -441,13 +441,20 @@ def multiply_panel(
         for r in range(len(residual)):
             edge[r, :inside] = residual[r, left:]
         target, stride, added = edge.ctypes.data, 4 * columns, edge.ctypes.data if added else 0
-    at = 4 * panel * PANEL
-    _finish_rows(
-        num_rows, sums.ctypes.data, offset.ctypes.data + at, scale.ctypes.data + at, factor.ctypes.data, bias.ctypes.data + at,
-        added, gated, target, stride,
-    )  # fmt: skip
+    _finish(sums, panel * PANEL, factor, offset, scale, bias, added, gated, target, stride)
     for r in range(len(edge)):
         out[r, left:] = edge[r, :inside]
+
+
+@_jit
+def _finish(
+    sums: Any, first: int, factor: Any, offset: Any, scale: Any, bias: Any, residual: int, gated: bool, out: int, stride: int
+) -> None:
+    """`_finish_rows` for the columns from `first` on. Addresses keep nothing alive: that arrays are handed in here does."""
+    _finish_rows(
+        len(sums), sums.ctypes.data, offset.ctypes.data + 4 * first, scale.ctypes.data + 4 * first, factor.ctypes.data,
+        bias.ctypes.data + 4 * first, residual, gated, out, stride,
+    )  # fmt: skip
 
 
 @_jit
