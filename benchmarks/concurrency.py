@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 from typing import Annotated, Any
 
@@ -25,51 +25,21 @@ import typer
 from _common import console, load_target
 from complete import make_pair, prompts
 from rich.table import Table
-from worker import indexed_engine
-
-from engine.acceptance import SamplingParams
-from engine.requests import Chunk, Final, GenerationRequest, SpeculationOptions
-
-
-@dataclass
-class Client:
-    """What one client got: its answers, and what drafting did for them."""
-
-    answers: list[list[int]] = field(default_factory=list)
-    num_steps: int = 0
-    num_nodes: int = 0
-    draft_seconds: float = 0.0
-
-    async def ask(self, engine: Any, text: str, tokens: int, speculate: bool) -> None:
-        options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else (), use_history=False, learn=False)
-        request = GenerationRequest(
-            tenant="default", prompt=text, max_tokens=tokens, sampling=SamplingParams(), ignore_eos=True, speculation=options
-        )
-        answer: list[int] = []
-        async for event in engine.generate(request):
-            if isinstance(event, Chunk):
-                answer.extend(event.tokens)
-            elif isinstance(event, Final):
-                self.num_steps += event.statistics.num_steps
-                self.num_nodes += event.statistics.num_nodes
-                self.draft_seconds += event.statistics.draft_seconds
-        self.answers.append(answer)
+from worker import Answer, answer, indexed_engine
 
 
 async def turn(
     engine: Any, texts: list[str], level: int, requests: int, tokens: int, speculate: bool
-) -> tuple[list[Client], float]:
-    """`level` clients, each with `requests` requests one after the other, and the seconds it took."""
+) -> tuple[list[Answer], float]:
+    """What `level` clients heard, each with `requests` requests one after the other, client by client; and its seconds."""
 
-    async def serve(number: int) -> Client:
-        client = Client()
-        for i in range(requests):
-            await client.ask(engine, texts[(number + i * level) % len(texts)], tokens, speculate)
-        return client
+    async def serve(number: int) -> list[Answer]:
+        asked = [texts[(number + i * level) % len(texts)] for i in range(requests)]
+        return [await answer(engine, text, tokens, speculate, fresh=False, remembers=False) for text in asked]
 
     start = time.perf_counter()
-    clients = await asyncio.gather(*(serve(number) for number in range(level)))
-    return list(clients), time.perf_counter() - start
+    heard = await asyncio.gather(*(serve(number) for number in range(level)))
+    return list(chain.from_iterable(heard)), time.perf_counter() - start
 
 
 async def measure(
@@ -82,22 +52,21 @@ async def measure(
             await turn(engine, texts, len(texts), 1, 1, speculate)
         for level in levels:
             seconds: dict[bool, list[float]] = {False: [], True: []}
-            said: dict[bool, list[Client]] = {}
+            said: dict[bool, list[Answer]] = {}
             for i in range(rounds):
                 for speculate in (i % 2 == 1, i % 2 == 0):
                     said[speculate], took = await turn(engine, texts, level, requests, tokens, speculate)
                     seconds[speculate].append(took)
-            answers = {way: [each for client in said[way] for each in client.answers] for way in said}
-            num_tokens = sum(map(len, answers[True]))
-            num_steps = sum(client.num_steps for client in said[True])
+            num_tokens = sum(len(each.tokens) for each in said[True])
+            num_steps = sum(each.statistics.num_steps for each in said[True])
             found[str(level)] = {
                 "plain": num_tokens / median(seconds[False]),
                 "speculative": num_tokens / median(seconds[True]),
                 "ratio": median(off / on for off, on in zip(seconds[False], seconds[True], strict=True)),
                 "tokens_per_step": num_tokens / num_steps,
-                "nodes_per_step": sum(client.num_nodes for client in said[True]) / num_steps,
-                "draft_share": sum(client.draft_seconds for client in said[True]) / level / seconds[True][-1],
-                "identical": sum(a == b for a, b in zip(answers[False], answers[True], strict=True)) / len(answers[True]),
+                "nodes_per_step": sum(each.statistics.num_nodes for each in said[True]) / num_steps,
+                "draft_share": sum(each.statistics.draft_seconds for each in said[True]) / level / seconds[True][-1],
+                "identical": sum(a.tokens == b.tokens for a, b in zip(said[False], said[True], strict=True)) / len(said[True]),
             }
             console.print(f"{level}: {found[str(level)]['ratio']:.2f}")
     return found

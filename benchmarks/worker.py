@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,7 +46,7 @@ from corpora.catalog import Catalog
 from engine.acceptance import SamplingParams
 from engine.app import Engine
 from engine.models import resolve
-from engine.requests import Chunk, GenerationRequest, SpeculationOptions
+from engine.requests import Chunk, Final, GenerationRequest, GenerationStats, SpeculationOptions
 from engine.target.attention import Part, Pass
 from engine.target.cache import KVTable
 from engine.target.quantize import Int8DecoderLayer, Int8Linear
@@ -146,16 +146,22 @@ def passes(target: Any, context: int, quick: bool) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """One request's tokens, and when they came: (seconds, how many)."""
+    """One request's tokens, when they came (seconds, how many), and what drafting did for them."""
 
     tokens: list[int]
     times: list[tuple[float, int]]
     first_ms: float
+    statistics: GenerationStats = field(default_factory=GenerationStats)
 
 
-async def answer(engine: Any, text: str, tokens: int, speculate: bool, fresh: bool = True) -> Answer:
-    """One request; `fresh`: with nothing of its prompt read before."""
-    options = SpeculationOptions(enabled=speculate, corpora=("bench",) if speculate else ())
+async def answer(
+    engine: Any, text: str, tokens: int, speculate: bool, fresh: bool = True, remembers: bool | None = None
+) -> Answer:
+    """One request. `fresh`: with nothing of its prompt read before. `remembers`: earlier answers, as later ones will this one;
+    None is as the settings have it."""
+    options = SpeculationOptions(
+        enabled=speculate, corpora=("bench",) if speculate else (), use_history=remembers, learn=remembers
+    )
     request = GenerationRequest(
         tenant="default", prompt=text, max_tokens=tokens, sampling=SamplingParams(), ignore_eos=True, speculation=options
     )
@@ -166,6 +172,8 @@ async def answer(engine: Any, text: str, tokens: int, speculate: bool, fresh: bo
         if isinstance(event, Chunk):
             found.tokens.extend(event.tokens)
             found.times.append((time.perf_counter(), len(event.tokens)))
+        elif isinstance(event, Final):
+            found.statistics = event.statistics
     found.first_ms = 1000 * (found.times[0][0] - start)
     return found
 
