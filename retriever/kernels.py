@@ -671,26 +671,26 @@ def compare_sample(sample: UInt64, words: UInt64, num_bytes: int) -> int:
 
 
 @inlined
+def first_sample(samples: UInt64, words: UInt64, num_bytes: int, first: int, last: int, bound: int) -> int:
+    """The first of the samples [first, last), which are in order, that `compare_sample` puts at `bound` or above; else last."""
+    while first < last:
+        middle = (first + last) // 2
+        if compare_sample(samples[middle], words, num_bytes) < bound:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@inlined
 def narrow(samples: UInt64, words: UInt64, num_bytes: int, low: int, high: int) -> tuple[int, int]:
     """The part (low, high) of an interval of the order outside of which no suffix begins with a packed key: what is before it
     is below the key, what is behind it above. O(log n), without reading the text.
     """
     first, end = (low + SAMPLE_STRIDE - 1) // SAMPLE_STRIDE, min((high + SAMPLE_STRIDE - 1) // SAMPLE_STRIDE, len(samples))
-    last = end
-    while first < last:
-        middle = (first + last) // 2
-        if compare_sample(samples[middle], words, num_bytes) < 0:
-            first = middle + 1
-        else:
-            last = middle
+    first = first_sample(samples, words, num_bytes, first, end, 0)
     low = max(low, (first - 1) * SAMPLE_STRIDE + 1)
-    last = end
-    while first < last:
-        middle = (first + last) // 2
-        if compare_sample(samples[middle], words, num_bytes) <= 0:
-            first = middle + 1
-        else:
-            last = middle
+    first = first_sample(samples, words, num_bytes, first, end, 1)
     return low, high if first == end else min(high, first * SAMPLE_STRIDE)
 
 

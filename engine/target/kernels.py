@@ -224,6 +224,13 @@ def checksum(words: Any) -> Any:
 # ---- int8 products
 
 
+def _spread(builder: Any, number: Any) -> Any:
+    """A vector of LANES times the same number, in LLVM's terms."""
+    nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
 def _dot_tile(instruction: str) -> Any:
     """A register tile of an int8 product: sums[r, :] += a[r] . b, for up to TILE_ROWS rows.
 
@@ -250,11 +257,6 @@ def _dot_tile(instruction: str) -> Any:
 
             def load(base: Any, vector: int, kind: Any) -> Any:
                 return builder.load(pointer(base, index(4 * LANES * vector), kind), align=4)
-
-            def spread(value: Any) -> Any:
-                nothing = ir.Constant(words, ir.Undefined)
-                first = builder.insert_element(nothing, value, word(0))
-                return builder.shuffle_vector(first, nothing, ir.Constant(words, [0] * LANES))
 
             def pick(value: Any, which: range) -> Any:
                 chosen = ir.Constant(ir.VectorType(word, len(which)), list(which))
@@ -306,7 +308,7 @@ def _dot_tile(instruction: str) -> Any:
                     four = builder.add(a, builder.mul(loop.index, index(4)))
                     for r in range(count):
                         one = builder.load(pointer(four, builder.mul(a_stride, index(r)), word), align=4)
-                        same = builder.bitcast(spread(one), quads)
+                        same = builder.bitcast(_spread(builder, one), quads)
                         for v in vectors:
                             builder.store(add_products(builder.load(totals[r, v]), same, line[v]), totals[r, v])
                 for cell, place in cells.items():
@@ -372,12 +374,10 @@ def _finish_rows(
             for base, kind in ((offset, words), (scale, numbers), (bias, numbers))
         )
         one = ir.Constant(numbers, [1.0] * LANES)
-        nothing = ir.Constant(numbers, ir.Undefined)
         with cgutils.for_range(builder, rows, intp=index) as loop:
             place = builder.add(sums, builder.mul(loop.index, index(4 * PANEL)))
             mine = builder.load(pointer(builder.add(factor, builder.mul(loop.index, index(4))), number), align=4)
-            first = builder.insert_element(nothing, mine, word(0))
-            row_factor = builder.shuffle_vector(first, nothing, ir.Constant(words, [0] * LANES))
+            row_factor = _spread(builder, mine)
             values = []
             for half in halves:
                 exact = builder.sitofp(builder.sub(load(place, words, half), offsets[half]), numbers)
@@ -564,7 +564,7 @@ def compact(keys: Any, values: Any, table: Any, length: int, path: Any) -> None:
 def _tile(num_rows: int, num_vectors: int) -> Any:
     """A register tile: c[r, :] += sum over k of a[r, k] * b[k, :], for `num_rows` rows of 16 x `num_vectors` columns.
 
-    The one thing written in LLVM's own terms, since no loop over arrays keeps its sums in registers (three times the speed).
+    In LLVM's own terms, since no loop over arrays keeps its sums in registers (three times the speed).
     Every element is one chain of fused multiply-adds in order of k, whatever the tile it is in. Called with addresses and
     strides in elements: (a, stride, b, stride, c, stride, number of k).
     """
@@ -574,8 +574,6 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, index = ir.FloatType(), ir.IntType(64)
             vector = ir.VectorType(number, LANES)
-            nothing = ir.Constant(vector, ir.Undefined)
-            spread = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
             fma = builder.module.globals.get("llvm.fma.v16f32") or ir.Function(
                 builder.module, ir.FunctionType(vector, [vector] * 3), "llvm.fma.v16f32"
             )
@@ -594,8 +592,7 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
                 line = [builder.load(place(b, b_stride, loop.index, v * LANES), align=4) for v in range(num_vectors)]
                 for r in range(num_rows):
                     one = builder.load(builder.gep(a, [builder.add(builder.mul(a_stride, index(r)), loop.index)]))
-                    first = builder.insert_element(nothing, one, ir.IntType(32)(0))
-                    factor = builder.shuffle_vector(first, nothing, spread)
+                    factor = _spread(builder, one)
                     for v in range(num_vectors):
                         builder.store(builder.call(fma, [factor, line[v], builder.load(sums[r, v])]), sums[r, v])
             for r, v in cells:

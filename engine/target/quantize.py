@@ -236,10 +236,7 @@ class StrictRMSNorm(nn.Module):
         self._eps = np.float32(eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1]).contiguous().numpy()
-        out = np.empty_like(flat)
-        kernels.rms_norm(flat, self._weight, self._eps, out)
-        return torch.from_numpy(out).view(x.shape)
+        return _row_by_row(kernels.rms_norm, x, self._weight, self._eps)
 
 
 class StrictLayerNorm(nn.Module):
@@ -251,10 +248,15 @@ class StrictLayerNorm(nn.Module):
         self._eps = np.float32(eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1]).contiguous().numpy()
-        out = np.empty_like(flat)
-        kernels.layer_norm(flat, self._weight, self._bias, self._eps, out)
-        return torch.from_numpy(out).view(x.shape)
+        return _row_by_row(kernels.layer_norm, x, self._weight, self._bias, self._eps)
+
+
+def _row_by_row(normalize: Any, x: torch.Tensor, *parts: Any) -> torch.Tensor:
+    """x [..., width], normalized by a kernel that takes rows, `parts` and what to fill."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous().numpy()
+    out = np.empty_like(rows)
+    normalize(rows, *parts, out)
+    return torch.from_numpy(out).view(x.shape)
 
 
 class StrictSiLU(nn.Module):
