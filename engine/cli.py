@@ -463,10 +463,12 @@ def main() -> None:
 
 def keep_kernels_private() -> None:
     """Have numba keep compiled kernels in a folder where nobody else can write; it reads this when it is first imported."""
+    if "NUMBA_CACHE_DIR" in os.environ:
+        return
     folder = kernels_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
+        os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
 def kernels_folder() -> Path:
