@@ -1,13 +1,14 @@
 """Where keys and values live: blocks of 64 positions, one pool for all sequences of a worker.
 
-Keys are stored transposed (positions innermost), so that a query meets 64 keys at a time. Memory is reserved at start and
-touched only when used. Sequences share whole blocks of equal beginnings (`prefix` names them); a shared block is never written
-to, so nothing is ever copied. A block that no sequence holds stays known by its name until its memory is needed: the one unused
-for longest goes first, and of one text the end before the beginning.
+A `BlockPool` knows whose block is whose; the numbers are here (`KVStorage`) or on a device (`cuda.DeviceStorage`). Sequences
+share whole blocks of equal beginnings (`prefix` names them); a shared block is never written to, so nothing is ever copied. A
+block that no sequence holds stays known by its name until its memory is needed: the one unused for longest goes first, and of
+one text the end before the beginning.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -19,29 +20,29 @@ from engine.target import kernels
 from engine.target.kernels import BLOCK
 
 
-class KVStorage:
-    """The keys and values of all layers, float32, in at most `memory` bytes.
-
-    Per layer: keys [blocks, kv heads, head dim, BLOCK], values [blocks, kv heads, BLOCK, head dim]. One position costs
-    8 x layers x kv heads x head dim bytes.
+class BlockPool(ABC):
+    """Who holds which of `num_blocks` blocks, and what they are called; what is in them is for those to say who keep it.
 
     1. Every block is free, or idle (named, in no table), or in one table, or named and in some tables.
     2. A name belongs to one block. A named block is full, and its numbers do not change while it has its name.
     """
 
-    def __init__(self, num_layers: int, kv_heads: int, head_dim: int, memory: int) -> None:
-        self.head_dim = head_dim
-        per_block = 8 * num_layers * kv_heads * head_dim * BLOCK
-        self.num_blocks = memory // per_block
-        if self.num_blocks < 1:
-            raise Exhausted(f"KV memory of {memory} bytes holds no block of {per_block} bytes: raise kv_memory")
-        self.keys = [np.empty((self.num_blocks, kv_heads, head_dim, BLOCK), np.float32) for _ in range(num_layers)]
-        self.values = [np.empty((self.num_blocks, kv_heads, BLOCK, head_dim), np.float32) for _ in range(num_layers)]
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._holders = [0] * self.num_blocks
         self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}  # in the order in which they were let go
+
+    @abstractmethod
+    def compact(self, blocks: NDArray[np.int32], length: int, rows: NDArray[np.int32]) -> None:
+        """Move positions length + rows (rising, int32 [m]) of the sequence in these blocks to length, length + 1, ..., before
+        the next pass reads them."""
+
+    @abstractmethod
+    def make_up(self, blocks: NDArray[np.int32]) -> None:
+        """Fill blocks with small numbers, to time passes over what was never read."""
 
     @property
     def num_free(self) -> int:
@@ -107,6 +108,38 @@ class KVStorage:
         assert all(count == 1 or block in self._names for block, count in held.items()), "a block without a name is shared"
 
 
+class KVStorage(BlockPool):
+    """The keys and values of all layers, float32, in at most `memory` bytes, reserved at start and touched only when used.
+
+    Per layer: keys [blocks, kv heads, head dim, BLOCK], values [blocks, kv heads, BLOCK, head dim]: keys are transposed, so
+    that a query meets BLOCK of them at a time. One position costs 8 x layers x kv heads x head dim bytes. Raises Exhausted
+    where `memory` holds no block.
+    """
+
+    def __init__(self, num_layers: int, kv_heads: int, head_dim: int, memory: int) -> None:
+        self.head_dim = head_dim
+        super().__init__(blocks_in(memory, 8 * num_layers * kv_heads * head_dim * BLOCK))
+        self.keys = [np.empty((self.num_blocks, kv_heads, head_dim, BLOCK), np.float32) for _ in range(num_layers)]
+        self.values = [np.empty((self.num_blocks, kv_heads, BLOCK, head_dim), np.float32) for _ in range(num_layers)]
+
+    def compact(self, blocks: NDArray[np.int32], length: int, rows: NDArray[np.int32]) -> None:
+        """See `BlockPool`."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            kernels.compact(keys, values, blocks, length, rows)
+
+    def make_up(self, blocks: NDArray[np.int32]) -> None:
+        """See `BlockPool`."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[blocks] = values[blocks] = 0.01
+
+
+def blocks_in(memory: int, size: int) -> int:
+    """How many blocks of `size` bytes there is memory for. Raises Exhausted for none."""
+    if memory < size:
+        raise Exhausted(f"KV memory of {memory} bytes holds no block of {size} bytes: raise kv_memory")
+    return memory // size
+
+
 def num_blocks(num_positions: int) -> int:
     """Blocks that so many positions take."""
     return -(-num_positions // BLOCK)
@@ -118,7 +151,7 @@ class KVTable:
     `length` positions are committed; a pass writes its rows behind them, and `keep` commits the accepted ones.
     """
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: BlockPool) -> None:
         self.length = 0
         self.blocks = np.zeros(0, np.int32)
         self._storage = storage
@@ -140,8 +173,7 @@ class KVTable:
     def keep(self, rows: NDArray[np.int32]) -> None:
         """Commit these rows of the last pass (rising, int32 [m]) as the next m positions; the other rows are forgotten."""
         if len(rows) and rows[-1] != len(rows) - 1:
-            for keys, values in zip(self._storage.keys, self._storage.values, strict=True):
-                kernels.compact(keys, values, self.blocks, self.length, rows)
+            self._storage.compact(self.blocks, self.length, rows)
         self.length += len(rows)
 
     def share(self, names: Sequence[bytes]) -> int:

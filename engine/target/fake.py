@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.drafters import Feedback
 from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.target.batching import cut_together
-from engine.target.sampling import Sampler, check_request, check_step, likeliest, prompt_feedback, prompt_rows
+from engine.target.sampling import Said, Sampler, check_request, check_step, likeliest, prompt_feedback, prompt_rows
 from engine.tree import CandidateTree, CostCurve
 
 
@@ -100,7 +100,7 @@ class FakeSequence:
         check_step(tree, self._target.info, int(self._prefix[-1]), len(self._prefix) - 1, self._finished)
         tree = cut_together([tree], self.curve, self._target.info.max_rows)[0]
         rows = np.stack([self._target.logits(self._path(tree, node)) for node in range(len(tree))])
-        result = self._sampler.step(tree, rows)
+        result = self._sampler.step(tree, Said(rows))
         self._prefix = np.concatenate([self._prefix, result.tokens])
         self._finished = bool(result.finish)
         return result

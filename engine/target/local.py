@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,23 @@ from engine.drafters import Feedback
 from engine.errors import Exhausted
 from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.target.ahead import Ahead
-from engine.target.attention import Part, Pass
+from engine.target.attention import Part
 from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
-from engine.target.cache import KVStorage, KVTable, num_blocks
+from engine.target.cache import KVTable, num_blocks
 from engine.target.kernels import BLOCK
 from engine.target.model import Model, load
+from engine.target.passes import KernelPasses, Passes
 from engine.target.prefix import Names
-from engine.target.sampling import Sampler, check_request, check_step, likeliest, prompt_feedback, prompt_rows
+from engine.target.sampling import (
+    Ask,
+    Choices,
+    Said,
+    Sampler,
+    check_request,
+    check_step,
+    prompt_feedback,
+    prompt_rows,
+)
 from engine.tree import CandidateTree, CostCurve
 
 _CHUNK = 256
@@ -56,7 +66,8 @@ _MEASURE_CONTEXTS = (64, 2048)
 class LocalTarget:
     """A worker around a `Model`.
 
-    `kv_memory` bounds keys and values in bytes. `max_rows` bounds one pass beside what is read. At most `max_sequences` are
+    `kv_memory` bounds keys and values in bytes; `passes` makes what runs passes within it, by default what fits the place of
+    the weights. `max_rows` bounds one pass beside what is read. At most `max_sequences` are
     open at a time, `max_waiting` wait for their turn. The cost curve is measured at start unless `curve` fixes it.
 
     Where memory runs out, who came first goes first: the sequence that came last gives up its blocks and reads its tokens again
@@ -74,6 +85,7 @@ class LocalTarget:
         max_sequences: int = 64,
         max_waiting: int = 256,
         curve: CostCurve | None = None,
+        passes: Callable[[Model, int], Passes] | None = None,
     ) -> None:
         self.info = TargetInfo(
             model=name,
@@ -85,7 +97,8 @@ class LocalTarget:
             strict=model.strict,
             max_rows=max_rows,
         )
-        self.storage = KVStorage(model.num_layers, model.kv_heads, model.head_dim, kv_memory)
+        self._passes = (passes or _passes_for(model))(model, kv_memory)
+        self.storage = self._passes.storage
         self.meter = CostMeter()
         self.counts = Counts()
         self._model = model
@@ -219,15 +232,9 @@ class LocalTarget:
         if not ready:
             return answers
         packed = self._pack(works, ready)
-        everything = Pass(self.storage, [Part(rows.owner.table, rows.parents) for rows in packed])
-        verified = np.concatenate(
-            [
-                everything.firsts[at] + np.arange(len(rows.tokens) - rows.num_heard, len(rows.tokens), dtype=np.int32)
-                for at, rows in enumerate(packed)
-            ]
-        )
         all_tokens = np.concatenate([rows.tokens for rows in packed])
-        logits = self._model.forward(all_tokens, everything, verified)
+        parts = [Part(rows.owner.table, rows.parents) for rows in packed]
+        said = self._passes.run(all_tokens, parts, [rows.ask for rows in packed])
         end = time.perf_counter()
         if start - self._last_end < self._last_seconds:  # else nobody was there
             self.meter.observe_between(start - self._last_end)
@@ -242,10 +249,7 @@ class LocalTarget:
         self.counts.num_passes += 1
         self.counts.num_read += num_read
         tells = self.counts.num_passes % _CURVE_EVERY == 0
-        first = 0
-        for rows in packed:
-            mine = logits[first : first + rows.num_heard]
-            first += rows.num_heard
+        for rows, mine in zip(packed, said, strict=True):
             if rows.index < 0:
                 assert rows.tree is not None
                 self.counts.num_unasked += 1
@@ -253,7 +257,7 @@ class LocalTarget:
                 continue
             try:
                 if rows.tree is None:
-                    rows.owner.finish_chunk(len(rows.tokens), mine)
+                    rows.owner.finish_chunk(len(rows.tokens), rows.ask, mine)
                     answers[rows.index] = None
                 else:
                     others = self._last_rows - len(rows.tokens)
@@ -356,8 +360,7 @@ class LocalTarget:
         """A sequence that was never read."""
         table = KVTable(self.storage)
         table.reserve(num_positions)
-        for keys, values in zip(self.storage.keys, self.storage.values, strict=True):
-            keys[table.blocks] = values[table.blocks] = 0.01
+        self.storage.make_up(table.blocks)
         table.keep(np.arange(num_positions, dtype=np.int32))
         try:
             yield table
@@ -366,8 +369,12 @@ class LocalTarget:
 
     def _pass_of(self, table: KVTable, num_rows: int) -> None:
         table.reserve(num_rows)
-        rows = Pass(self.storage, [Part(table, np.arange(-1, num_rows - 1, dtype=np.int32))])
-        self._model.forward(np.zeros(num_rows, np.int32), rows, np.arange(num_rows, dtype=np.int32))
+        rows = Part(table, np.arange(-1, num_rows - 1, dtype=np.int32))
+        self._passes.run(np.zeros(num_rows, np.int32), [rows], [Ask(num_rows, 0, Choices.likeliest(num_rows))])
+
+
+def _passes_for(model: Model) -> Callable[[Model, int], Passes]:
+    return KernelPasses
 
 
 @dataclass
@@ -386,7 +393,7 @@ class Counts:
 class _Packed:
     """The rows of wish `index` in a pass: a cut tree, or a chunk of a prompt (a chain; `tree` is None).
 
-    The logits of the last `num_heard` are wanted: all of a tree's. An `index` of -1 is nobody's wish.
+    `ask` is about the last of them: all of a tree's. An `index` of -1 is nobody's wish.
     """
 
     index: int
@@ -394,16 +401,16 @@ class _Packed:
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     tree: CandidateTree | None
-    num_heard: int
+    ask: Ask
 
     @staticmethod
     def of_tree(index: int, owner: LocalSequence, tree: CandidateTree) -> _Packed:
-        return _Packed(index, owner, tree.tokens, tree.parents, tree, len(tree))
+        return _Packed(index, owner, tree.tokens, tree.parents, tree, owner.ask(tree))
 
     @staticmethod
     def of_chunk(index: int, owner: LocalSequence, chunk: NDArray[np.int32]) -> _Packed:
         parents = np.arange(-1, len(chunk) - 1, dtype=np.int32)
-        return _Packed(index, owner, chunk, parents, None, owner.num_heard(len(chunk)))
+        return _Packed(index, owner, chunk, parents, None, owner.ask_of_chunk(len(chunk)))
 
 
 class LocalSequence:
@@ -462,18 +469,19 @@ class LocalSequence:
         first = self.table.length
         return self._tokens[first : min(first + most, len(self._tokens) - 1)]
 
-    def num_heard(self, num_rows: int) -> int:
-        """Of how many rows, at the end of the next chunk of `num_rows`, the prompt's feedback needs the logits."""
-        if self._unheard >= len(self._request.prompt) - 1:
-            return 0
-        return min(max(self.table.length + num_rows - self._unheard, 0), num_rows)
+    def ask_of_chunk(self, num_rows: int) -> Ask:
+        """What is likely after the rows, at the end of the next chunk of `num_rows`, that the prompt's feedback is about."""
+        top_k, num_heard = self._request.feedback_top_k, 0
+        if self._unheard < len(self._request.prompt) - 1:
+            num_heard = min(max(self.table.length + num_rows - self._unheard, 0), num_rows)
+        return Ask(num_heard, top_k, Choices.likeliest(num_heard))
 
-    def finish_chunk(self, num_rows: int, logits: NDArray[np.float32]) -> None:
-        """Commit the rows of a chunk, and take in what the target said along its end (float32 [n, vocab])."""
+    def finish_chunk(self, num_rows: int, ask: Ask, said: Said) -> None:
+        """Commit the rows of a chunk, and take in what the target said along its end."""
         self._commit(np.arange(num_rows, dtype=np.int32))
-        if len(logits):
-            self._heard.append(likeliest(logits, self._request.feedback_top_k))
-            self._unheard += len(logits)
+        if ask.num_rows:
+            self._heard.append(said.likeliest(ask.top_k))
+            self._unheard += ask.num_rows
 
     def _commit(self, rows: NDArray[np.int32]) -> None:
         """Rows of the pass become positions of the sequence; whole blocks can be found by others from here on."""
@@ -499,10 +507,14 @@ class LocalSequence:
         stopped = self._finished or self._failed or self.num_missing
         return self.is_open and not stopped and self.num_ahead < _MOST_AHEAD
 
-    def go_ahead(self, root: CandidateTree, logits: NDArray[np.float32]) -> None:
+    def ask(self, tree: CandidateTree) -> Ask:
+        """What its next step needs to know of the rows of `tree`."""
+        return self._sampler.ask(tree)
+
+    def go_ahead(self, root: CandidateTree, said: Said) -> None:
         """Commit the token after the root, and keep the step. One that fails fails again, and is told, when it is asked for."""
         try:
-            self._ahead.put(self._commit_step(root, logits))
+            self._ahead.put(self._commit_step(root, said))
         except Exception:
             self._failed = True
 
@@ -518,18 +530,16 @@ class LocalSequence:
         self.is_expected = not self.num_ahead and not self._finished
         return followed.answer(None)
 
-    def finish_step(
-        self, tree: CandidateTree, logits: NDArray[np.float32], curve: CostCurve | None, seconds: float
-    ) -> StepResult:
-        """Walk the verified tree (logits float32 [len(tree), vocab]), commit the accepted rows and answer."""
-        result = self._commit_step(tree, logits)
+    def finish_step(self, tree: CandidateTree, said: Said, curve: CostCurve | None, seconds: float) -> StepResult:
+        """Walk the verified tree, commit the accepted rows and answer."""
+        result = self._commit_step(tree, said)
         self.is_expected = not self._finished
         if curve is not None:
             self.curve = curve
         return replace(result, curve=curve, seconds=seconds)
 
-    def _commit_step(self, tree: CandidateTree, logits: NDArray[np.float32]) -> StepResult:
-        result = self._sampler.step(tree, logits)
+    def _commit_step(self, tree: CandidateTree, said: Said) -> StepResult:
+        result = self._sampler.step(tree, said)
         self._tokens = np.concatenate([self._tokens, result.tokens])
         self._commit(np.concatenate(([0], result.path)).astype(np.int32))
         self._finished = bool(result.finish)

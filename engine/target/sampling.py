@@ -1,18 +1,21 @@
 """How the target chooses a token: processors with the path's own prefix, then the one rule of `engine.acceptance`.
 
 A `Sampler` belongs to one sequence and is used lazily, along the walked path only: each processor runs once for each emitted
-token, exactly as when decoding one token at a time, so nothing ever rolls back.
+token, exactly as when decoding one token at a time, so nothing ever rolls back. Where logits lie on a device and the rule alone
+chooses, it does so there, after all rows at once: a sequence says what it wants to know of a pass (`Ask`), and is told (`Said`)
+either the logits or what they lead to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine import kernels
-from engine.acceptance import Limits, walk
+from engine.acceptance import Limits, SamplingParams, walk
 from engine.drafters import Feedback
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo
@@ -60,6 +63,76 @@ def check_step(tree: CandidateTree, info: TargetInfo, root: int, position: int, 
         raise ValueError(f"the root must be the last committed token, at position {position}: {tree.position}")
 
 
+@dataclass(frozen=True)
+class Choices:
+    """How the token after each row is chosen by the rule alone, without processors: `temperature` and `min_p` float64, `seed`
+    uint64, `position` int64 [n].
+
+    `position` is that of the token to choose: the row's own plus one.
+    """
+
+    temperature: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    seed: NDArray[np.uint64]
+    position: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    @staticmethod
+    def of(params: SamplingParams, position: NDArray[np.int64]) -> Choices:
+        """One request's, at these positions."""
+        n = len(position)
+        return Choices(
+            np.full(n, params.temperature, np.float64),
+            np.full(n, params.min_p, np.float64),
+            np.full(n, params.seed, np.uint64),
+            position,
+        )
+
+    @staticmethod
+    def likeliest(num_rows: int) -> Choices:
+        """The likeliest token after every row."""
+        return Choices.of(SamplingParams(), np.zeros(num_rows, np.int64))
+
+    @staticmethod
+    def together(parts: Sequence[Choices]) -> Choices:
+        """One after the other."""
+        each = [(part.temperature, part.min_p, part.seed, part.position) for part in parts]
+        return Choices(*(np.concatenate(arrays) for arrays in zip(*each, strict=True)))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a sequence wants to know of its last `num_rows` rows of a pass: the token after each by these `choices` (as many),
+    and the `top_k` likeliest ids. Without `choices`, the logits.
+    """
+
+    num_rows: int
+    top_k: int
+    choices: Choices | None
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the target said after the rows that a sequence asked about.
+
+    1. Either `logits` float32 [n, V], which whoever has them at hand may always give,
+    2. or `chosen` int64 [n] and `top_ids` int32 [n, k], what was asked for.
+    """
+
+    logits: NDArray[np.float32] | None = None
+    chosen: NDArray[np.int64] | None = None
+    top_ids: NDArray[np.int32] | None = None
+
+    def likeliest(self, k: int) -> NDArray[np.int32]:
+        """int32 [n, k]: the likeliest ids after every row, best first; `k` is what was asked for."""
+        if self.logits is not None:
+            return likeliest(self.logits, k)
+        assert self.top_ids is not None
+        return self.top_ids
+
+
 class Sampler:
     """The choices of one sequence. Holds what processors need of the prefix, and scratch space of 17 bytes a vocabulary entry.
 
@@ -104,23 +177,44 @@ class Sampler:
             )
         )
 
-    def step(self, tree: CandidateTree, logits: NDArray[np.float32]) -> StepResult:
-        """What the verified rows of `tree` say (`logits` float32 [len(tree), V]); the sampler moves on past it."""
-        taken = walk(tree, lambda node, emitted: self.choose(logits[node], emitted), self.limits, self.num_emitted)
+    def ask(self, tree: CandidateTree) -> Ask:
+        """What to ask about the rows of `tree`, the next to be stepped. Logits are needed where choices depend on more than
+        their own row (penalties), on an order of all scores (top_k, top_p), on a bias or a mask, and for log-probabilities."""
+        params = self._params
+        ordered = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+        if self._penalized or ordered or len(self._bias_ids) or self._masks(0) or self._num_logprobs >= 0:
+            return Ask(len(tree), self._top_k, None)
+        return Ask(len(tree), self._top_k, Choices.of(params, tree.position + 1 + tree.depths().astype(np.int64)))
+
+    def step(self, tree: CandidateTree, said: Said) -> StepResult:
+        """What the target said after the rows of `tree`, for what `ask` asked; the sampler moves on past it."""
+        logits, chosen = said.logits, said.chosen
+
+        def choose(node: int, emitted: list[int]) -> int:
+            if logits is not None:
+                return self.choose(logits[node], emitted)
+            assert chosen is not None
+            return int(chosen[node])
+
+        taken = walk(tree, choose, self.limits, self.num_emitted)
         nodes = np.concatenate(([0], taken.path)).astype(np.int32)
-        logprobs = self.logprobs(logits[nodes], taken.tokens)
+        logprobs = None if logits is None else self.logprobs(logits[nodes], taken.tokens)
         self.commit(taken.tokens)
         return StepResult(
             path=taken.path,
             tokens=taken.tokens,
             finish=taken.finish,
             verified=np.arange(len(tree), dtype=np.int32),
-            feedback=feedback(tree, logits, self._top_k),
+            feedback=feedback(tree, said.likeliest(self._top_k)) if self._top_k > 0 else Feedback(),
             logprobs=logprobs,
         )
 
+    def _masks(self, num_emitted: int) -> bool:
+        """Whether stop ids are ruled out after so many tokens of this step."""
+        return len(self._stop_ids) > 0 and self.num_emitted + num_emitted < self.limits.min_tokens
+
     def _process(self, logits: NDArray[np.float32], emitted: Sequence[int]) -> NDArray[np.float32]:
-        masked = len(self._stop_ids) and self.num_emitted + len(emitted) < self.limits.min_tokens
+        masked = self._masks(len(emitted))
         if not (self._penalized or len(self._bias_ids) or masked):
             return logits
         scores = logits.copy()
@@ -185,13 +279,11 @@ def largest(row: NDArray[np.float32], k: int) -> NDArray[np.int32]:
     return ids[np.lexsort((ids, -row[ids]))].astype(np.int32)
 
 
-def feedback(tree: CandidateTree, logits: NDArray[np.float32], top_k: int) -> Feedback:
-    """What the sources may learn from the verified rows: `logits` float32 [num_verified, V] of the tree's first nodes."""
-    if top_k < 1:
-        return Feedback()
-    n = len(logits)
+def feedback(tree: CandidateTree, top_ids: NDArray[np.int32]) -> Feedback:
+    """What the sources may learn from the verified rows: `top_ids` int32 [num_verified, k] of the tree's first nodes."""
+    n = len(top_ids)
     return Feedback(
-        top_ids=likeliest(logits, top_k),
+        top_ids=top_ids,
         nodes=tree.tokens[:n].copy(),
         parents=tree.parents[:n].copy(),
         num_lookahead=int(np.count_nonzero(tree.roles[:n] == LOOKAHEAD)),

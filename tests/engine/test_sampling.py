@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.acceptance import Limits, SamplingParams
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.target import TargetInfo
-from engine.target.sampling import Sampler, check_request, feedback, largest, likeliest, prompt_feedback, prompt_rows
+from engine.target.sampling import Said, Sampler, check_request, feedback, largest, likeliest, prompt_feedback, prompt_rows
 from engine.tree import LookaheadRows
 from tests.engine import oracles
 from tests.oracles import tree_of
@@ -200,12 +200,55 @@ def test_feedback_has_a_row_for_every_verified_node() -> None:
     """Row i holds the likeliest successors of node i and its token; nobody asking gets empty arrays."""
     tree = tree_of([-1, 0, 1], [7, 1, 2])
     logits = np.array([[0, 3, 2], [9, 1, 1], [1, 1, 1]], np.float32)
-    found = feedback(tree, logits[:2], 2)
+    found = feedback(tree, likeliest(logits[:2], 2))
     assert found.top_ids.tolist() == [[1, 2], [0, 1]]
     assert found.nodes.tolist() == [7, 1] and found.parents.tolist() == [-1, 0] and not found.num_lookahead
     rows = LookaheadRows(np.array([3], np.int32), np.array([-1], np.int32))
-    assert feedback(tree.with_lookahead(rows), np.zeros((4, 3), np.float32), 1).num_lookahead == 1
-    assert feedback(tree, logits, 0).top_ids.shape == (0, 0)
+    assert feedback(tree.with_lookahead(rows), np.zeros((4, 1), np.int32)).num_lookahead == 1
+    for top_k, shape in ((2, (3, 2)), (0, (0, 0))):
+        request = replace(request_of([7], max_tokens=9), feedback_top_k=top_k)
+        assert Sampler(request, 3).step(tree, Said(logits)).feedback.top_ids.shape == shape
+
+
+# ---- what is asked of a pass
+
+
+def test_the_rule_alone_is_asked_for_and_says_the_same() -> None:
+    """Temperature and min_p only, and what has no effect: choices, whose tokens step like the logits they come from."""
+    tree, rng = tree_of([-1, 0, 0, 1], [3, 1, 2, 5]), np.random.default_rng(2)
+    for params in (SamplingParams(), SamplingParams(top_k=4, top_p=0.5), SamplingParams(0.9, min_p=0.1, seed=2**64 - 1)):
+        request = replace(request_of([4, 3], params), feedback_top_k=2)
+        sampler = Sampler(request, SIZE)
+        tree = replace(tree, position=1)
+        ask = sampler.ask(tree)
+        assert ask.choices is not None and (ask.num_rows, ask.top_k, len(ask.choices)) == (4, 2, 4)
+        assert ask.choices.position.tolist() == [2, 3, 3, 4] and set(ask.choices.seed.tolist()) == {params.seed}
+        logits = np.stack([random_logits(rng) for _ in range(4)])
+        depths = [0, 1, 1, 2]
+        chosen = np.array([sampler.choose(row, [0] * depth) for row, depth in zip(logits, depths, strict=True)])
+        told = Said(chosen=chosen, top_ids=likeliest(logits, 2))
+        one, other = sampler.step(tree, told), Sampler(request, SIZE).step(tree, Said(logits))
+        assert one.tokens.tolist() == other.tokens.tolist() and one.path.tolist() == other.path.tolist()
+        assert np.array_equal(one.feedback.top_ids, other.feedback.top_ids)
+
+
+def test_logits_are_asked_for_where_the_rule_is_not_all() -> None:
+    """Penalties, biases, orders of scores, log-probabilities, and stop ids while they are masked."""
+    tree = tree_of([-1], [2])
+    for params in (
+        SamplingParams(0.5, top_k=4),
+        SamplingParams(0.5, top_p=0.9),
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(presence_penalty=1),
+        SamplingParams(frequency_penalty=-1),
+        SamplingParams(logit_bias=((1, 2.0),)),
+    ):
+        assert Sampler(request_of([2], params), SIZE).ask(tree).choices is None
+    assert Sampler(request_of([2], num_logprobs=0), SIZE).ask(tree).choices is None
+    sampler = Sampler(request_of([2], min_tokens=2, stop_ids=[0]), SIZE)
+    assert sampler.ask(tree).choices is None
+    sampler.commit(np.array([1, 1], np.int32))
+    assert sampler.ask(tree).choices is not None
 
 
 # ---- requests refused

@@ -17,12 +17,12 @@ from engine.calibration import Calibration
 from engine.errors import Exhausted, PromptTooLong
 from engine.session import Session, Tally
 from engine.target import SequenceRequest, StepResult
-from engine.target.attention import Part, Pass
+from engine.target.attention import Part
 from engine.target.cache import KVTable
 from engine.target.fake import FakeTarget
 from engine.target.kernels import BLOCK
 from engine.target.local import LocalTarget
-from engine.target.sampling import Sampler
+from engine.target.sampling import Ask, Said, Sampler
 from engine.tree import CandidateTree, CostCurve, Draft
 from tests.engine import tiny
 from tests.oracles import Decoded
@@ -42,10 +42,10 @@ class Local(LocalTarget):
         """float32 [V]: what the model says after `path`, read in one pass of its own."""
         table = KVTable(self.storage)
         table.reserve(len(path))
-        rows = Pass(self.storage, [Part(table, tiny.chain(len(path)))])
-        found = self._model.forward(path.astype(np.int32), rows, np.array([len(path) - 1], np.int32))[0]
+        said = self._passes.run(path.astype(np.int32), [Part(table, tiny.chain(len(path)))], [Ask(1, 0, None)])[0]
         table.close()
-        return found
+        assert said.logits is not None
+        return said.logits[0]
 
 
 def local(name: str = "qwen2", dtype: str = "int8", num_blocks: int = 64, **settings: Any) -> Local:
@@ -162,18 +162,13 @@ def test_neighbours_change_nothing() -> None:
 def packs(target: Local) -> list[list[int]]:
     """A list that fills with the numbers of rows of each part of each pass."""
     seen: list[list[int]] = []
-    forward = target._model.forward
+    run = target._passes.run
 
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(target_model, name)
+    def watched(tokens: NDArray[np.int32], parts: Sequence[Part], asks: Sequence[Ask]) -> list[Said]:
+        seen.append([len(part.parents) for part in parts])
+        return run(tokens, parts, asks)
 
-        def forward(self, tokens: NDArray[np.int32], rows: Pass, wanted: NDArray[np.int32]) -> NDArray[np.float32]:
-            seen.append([len(part.parents) for part in rows.parts])
-            return forward(tokens, rows, wanted)
-
-    target_model = target._model
-    target._model = cast(Any, Watched())
+    cast(Any, target._passes).run = watched
     return seen
 
 
