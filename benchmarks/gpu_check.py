@@ -4,15 +4,16 @@
     python benchmarks/gpu_check.py --model /path/to/a/safetensors/folder
     python benchmarks/gpu_check.py --cpu-tiny
 
-1. Correctness: tiny random networks in float32 (windows, soft caps, sinks, latent attention), trees of several sequences behind
-   chunked prefixes, against transformers' own forward pass; both kinds of attention; replayed graphs; choices of the device
-   against those of the host.
-2. The cost curve: milliseconds a pass takes by rows, with either attention, for random weights in the shape of Qwen2.5-7B in
-   bfloat16, and for the model given. The quicker one runs the rest.
-3. Tokens/s, plain and speculative, at 1, 4, 16 and 64 sequences. Random weights accept nothing, so lengths are replayed:
-   `--accepted FILE` holds one a line (accepted nodes of a step, in order); without it they are drawn from a geometric law with
-   the mean `--mean-accepted`. All else is real: trees are packed, verified, chosen from and their rows moved. A given model's
-   choices are followed; its drafts are its own greedy text, each token spoilt with a chance of 1 in 4.
+1. Correctness: tiny random networks in float32 (windows, soft caps, sinks), trees of several sequences behind chunked prefixes,
+   against transformers' own forward pass; both kinds of attention; replayed graphs; choices of the device against those of the
+   host.
+2. The cost curve: milliseconds a pass takes by rows, choices made and fetched, with either attention, for random weights in the
+   shape of Qwen2.5-7B in bfloat16, and for the model given. The quicker one runs the rest.
+3. Replayed: tokens/s at 1, 4, 16 and 64 sequences with the accepted lengths of other runs, since nothing drafts for random
+   weights. `--accepted FILE` holds one a line (accepted nodes of a step, in order); without it they are drawn from a geometric
+   law with the mean `--mean-accepted`. All else is real: trees are packed, verified, chosen from and their rows moved.
+4. Served: the same through the worker and the engine's own loop: sequences come, are batched, cut by the measured curve and
+   walked. Drafts are the answers of the plain run, every 4th token spoilt; how many of the answers are the same is told, too.
 
 Each part stands alone: what fails is printed with its reason, and the command ends with 1. Parts that the time (`--seconds`) no
 longer allows are left out by name. `--cpu-tiny` runs all of it with a tiny network on the CPU, to try the script itself; its
@@ -21,6 +22,7 @@ times mean nothing. Prints tables; the last line is JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -35,12 +37,20 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import kernels as core_kernels
-from engine.acceptance import Limits, walk
-from engine.target import cuda
+from engine.acceptance import Limits, SamplingParams
+from engine.calibration import Calibration
+from engine.drafters import Drafting, DraftRequest, Feedback
+from engine.drafters.panel import Panel
+from engine.loop import Times, decode
+from engine.session import Session
+from engine.target import SequenceRequest, cuda
 from engine.target.attention import KEY, Part
 from engine.target.cache import KVTable
 from engine.target.kernels import BLOCK
-from engine.tree import CandidateTree
+from engine.target.local import LocalTarget
+from engine.target.model import Model, describe
+from engine.target.sampling import Ask, Choices, Said
+from engine.tree import CandidateTree, Draft
 
 console = Console(stderr=True)
 
@@ -60,6 +70,7 @@ SEVEN_B = {
 }  # fmt: skip
 ATTENTIONS = {"flex": True, "gathered": False}
 SPOILT = 4
+MOST_DRAFTS = 15
 
 
 def random_network(config: str, settings: dict[str, Any], attention: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -79,41 +90,31 @@ def random_network(config: str, settings: dict[str, Any], attention: str, device
 class Device:
     """A network with pages for so many positions; sequences on it are read, verified and kept by hand."""
 
-    def __init__(self, network: Any, flexible: bool, positions: int, graphs: bool = True) -> None:
-        config = network.config.get_text_config()
-        weight = next(network.parameters())
-        heads = config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        page = 2 * config.num_hidden_layers * heads * dim * BLOCK * weight.dtype.itemsize
-        self.vocab = int(config.vocab_size)
-        self.device = weight.device
-        self.storage = cuda.DeviceStorage(
-            config.num_hidden_layers, heads, dim, -(-positions // BLOCK) * page, self.device, weight.dtype
-        )
-        self.runner = cuda.Runner(network, self.storage, flexible, graphs)
-        self.fetch = cuda.Fetch(4096, self.device)
+    def __init__(self, network: Any, flexible: bool, positions: int) -> None:
+        self.device, dtype = network.device, network.dtype
+        self.model: Model = describe(network, str(dtype).removeprefix("torch."))
+        self.vocab = self.model.vocab_size
+        page = 2 * self.model.num_layers * self.model.kv_heads * self.model.head_dim * BLOCK * dtype.itemsize
+        self.memory = -(-positions // BLOCK) * page
+        self.passes = cuda.DevicePasses(self.model, self.memory, flexible)
 
     def read(self, text: Sequence[int], chunk: int = 256) -> KVTable:
         """A sequence with this text committed."""
-        table = KVTable(self.storage)
+        table = KVTable(self.passes.storage)
         for start in range(0, len(text), chunk):
             piece = np.asarray(text[start : start + chunk], np.int32)
             table.reserve(len(piece))
-            self.runner.run(piece, [Part(table, chain(len(piece)))], np.array([len(piece) - 1], np.int32))
-            cuda.keep(self.storage, [table], [np.arange(len(piece), dtype=np.int32)])
+            self.passes.run(piece, [Part(table, chain(len(piece)))], [Ask(0, 0, Choices.likeliest(0))])
+            table.keep(np.arange(len(piece), dtype=np.int32))
         return table
 
-    def verify(self, tables: Sequence[KVTable], trees: Sequence[CandidateTree]) -> torch.Tensor:
-        """Logits of all rows of all trees, on the device."""
+    def verify(self, tables: Sequence[KVTable], trees: Sequence[CandidateTree], logits: bool = False) -> list[Said]:
+        """What is likeliest after all rows of all trees, or their logits."""
         for table, tree in zip(tables, trees, strict=True):
             table.reserve(len(tree))
         parts = [Part(table, tree.parents) for table, tree in zip(tables, trees, strict=True)]
-        return self.runner.run(np.concatenate([tree.tokens for tree in trees]), parts)
-
-    def wait(self) -> None:
-        """Until the device has done what it was asked."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        asks = [Ask(len(tree), 0, None if logits else Choices.likeliest(len(tree))) for tree in trees]
+        return self.passes.run(np.concatenate([tree.tokens for tree in trees]), parts, asks)
 
 
 def chain(num_rows: int) -> np.ndarray:
@@ -127,12 +128,6 @@ def chain_tree(tokens: Sequence[int], position: int) -> CandidateTree:
     return CandidateTree(
         np.asarray(tokens, np.int32), chain(n), np.ones(n, np.float32), np.zeros(n, np.int64), np.zeros(n, np.uint8), position
     )
-
-
-def greedy(num_rows: int) -> cuda.Choices:
-    """The likeliest token after every row."""
-    zeros = np.zeros(num_rows)
-    return cuda.Choices(zeros, zeros, np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int64))
 
 
 # ---- 1: correctness
@@ -168,18 +163,20 @@ def largest_difference(plain: Any, device: Device) -> float:
                     len(text),
                 )
             )  # fmt: skip
-        logits = device.verify(tables, trees)
-        for which, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+        said = device.verify(tables, trees, logits=True)
+        for text, tree, mine in zip(texts, trees, said, strict=True):
             for row in (0, 5, 8):
                 path = [row]
                 while tree.parents[path[0]] >= 0:
                     path.insert(0, int(tree.parents[path[0]]))
                 whole = torch.tensor([text + tree.tokens[path].tolist()], device=device.device)
-                expected = plain(whole, use_cache=False).logits[0, -1]
-                worst = max(worst, float((logits[9 * which + row] - expected).abs().max()))
+                expected = plain(whole, use_cache=False).logits[0, -1].cpu().numpy()
+                assert mine.logits is not None
+                worst = max(worst, float(np.abs(mine.logits[row] - expected).max()))
             text += tree.tokens[path].tolist()
             kept.append(np.array(path, np.int32))
-        cuda.keep(device.storage, tables, kept)
+        for table, rows in zip(tables, kept, strict=True):
+            table.keep(rows)
     return worst
 
 
@@ -188,7 +185,7 @@ def wrong_choices(device: torch.device) -> int:
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((64, 5000)).astype(np.float32) * 3
     heat, seeds, places = np.arange(64) % 4 / 3, rng.integers(1 << 64, size=64, dtype=np.uint64), rng.integers(9999, size=64)
-    found = cuda.choose_all(torch.from_numpy(logits).to(device), cuda.Choices(heat, np.zeros(64), seeds, places)).cpu().numpy()
+    found = cuda.choose_all(torch.from_numpy(logits).to(device), Choices(heat, np.zeros(64), seeds, places)).cpu().numpy()
     scratch = np.empty(5000), np.empty(5000), np.empty(5000, np.bool_)
     right = [
         int(core_kernels.choose(row, heat[i], 0, 1.0, 0.0, seeds[i], places[i], *scratch)) if heat[i] else int(row.argmax())
@@ -208,17 +205,15 @@ def cost_curve(device: Device, context: int, rounds: int) -> dict[int, float]:
         tree = chain_tree([1] * rows, context)
         times = []
         for _ in range(rounds + 1):
-            device.wait()
             start = time.perf_counter()
             device.verify([table], [tree])
-            device.wait()
             times.append(1000 * (time.perf_counter() - start))
         found[rows] = min(times[1:])
     table.close()
     return found
 
 
-# ---- 3: tokens/s
+# ---- 3: replayed
 
 
 def draft_length(curve: dict[int, float], level: int, accepted: np.ndarray) -> int:
@@ -230,68 +225,105 @@ def draft_length(curve: dict[int, float], level: int, accepted: np.ndarray) -> i
         price = np.interp(need, rows, ms) if need <= rows[-1] else ms[-1] * need / rows[-1]
         return float((1 + np.minimum(accepted, drafts).mean()) / price)
 
-    return max(range(16), key=rate)
+    return max(range(MOST_DRAFTS + 1), key=rate)
 
 
-def tokens_per_second(
-    device: Device, level: int, context: int, tokens: int, drafts: int, accepted: np.ndarray | None, texts: list[list[int]]
-) -> tuple[float, list[list[int]]]:
-    """Of `level` sequences at once, and what they said.
-
-    With `accepted` (nodes a step, in a circle) choices are made and fetched, but the recorded lengths are followed; else the
-    choices are, and `texts` are the answers that drafts are taken from, with every SPOILT-th token spoilt.
-    """
+def random_prompts(device: Device, level: int, context: int) -> list[np.ndarray]:
+    """A prompt for each of `level` sequences, int32 [context]."""
     rng = np.random.default_rng(level)
-    prompts = [rng.integers(device.vocab, size=context).tolist() for _ in range(level)]
-    tables = [device.read(prompt[:-1]) for prompt in prompts]
-    roots, said, step = [prompt[-1] for prompt in prompts], [list[int]() for _ in prompts], 0
-    device.wait()
+    return [rng.integers(device.vocab, size=context).astype(np.int32) for _ in range(level)]
+
+
+def replayed(device: Device, level: int, context: int, tokens: int, drafts: int, accepted: np.ndarray) -> float:
+    """Tokens/s of `level` sequences at once, steps accepting so many nodes as `accepted` says, in a circle."""
+    prompts = random_prompts(device, level, context)
+    tables = [device.read(prompt[:-1].tolist()) for prompt in prompts]
+    roots, counts, step = [int(prompt[-1]) for prompt in prompts], [0] * level, 0
     start = time.perf_counter()
-    while open_ := [i for i in range(level) if len(said[i]) < tokens]:
-        trees = []
-        for i in open_:
-            room = min(drafts, tokens - len(said[i]) - 1)
-            ahead = texts[i][len(said[i]) : len(said[i]) + room] if texts else [step % device.vocab] * room
-            spoilt = [(t + 1) % device.vocab if (len(said[i]) + j) % SPOILT == 3 else t for j, t in enumerate(ahead)]
-            trees.append(chain_tree([roots[i], *spoilt], tables[i].length))
-        logits = device.verify([tables[i] for i in open_], trees)
-        ids = device.fetch(cuda.choose_all(logits, greedy(len(logits)))).tolist()
-        kept, first = [], 0
-        for at, (i, tree) in enumerate(zip(open_, trees, strict=True)):
-            mine = ids[first : first + len(tree)]
-            first += len(tree)
-            if accepted is None:
-                taken = walk(tree, lambda node, _, mine=mine: mine[node], Limits(tokens), len(said[i]))
-                path, out = [0, *taken.path.tolist()], taken.tokens.tolist()
-            else:
-                count = min(int(accepted[(step * level + at) % len(accepted)]), len(tree) - 1)
-                path, out = list(range(count + 1)), mine[: count + 1]
-            said[i] += out
-            roots[i] = out[-1]
-            kept.append(np.array(path, np.int32))
-        cuda.keep(device.storage, [tables[i] for i in open_], kept)
+    while open_ := [i for i in range(level) if counts[i] < tokens]:
+        trees = [
+            chain_tree([roots[i], *[step % device.vocab] * min(drafts, tokens - counts[i] - 1)], tables[i].length)
+            for i in open_
+        ]
+        said = device.verify([tables[i] for i in open_], trees)
+        for at, (i, tree, mine) in enumerate(zip(open_, trees, said, strict=True)):
+            assert mine.chosen is not None
+            count = 1 + min(int(accepted[(step * level + at) % len(accepted)]), len(tree) - 1)
+            roots[i] = int(mine.chosen[count - 1])
+            counts[i] += count
+            tables[i].keep(np.arange(count, dtype=np.int32))
         step += 1
-    device.wait()
     seconds = time.perf_counter() - start
     for table in tables:
         table.close()
-    return sum(map(len, said)) / seconds, said
+    return sum(counts) / seconds
 
 
-def speeds(
-    device: Device, curve: dict[int, float], levels: Sequence[int], context: int, tokens: int, accepted: np.ndarray | None
-) -> dict[str, Any]:
-    """Plain and speculative, by sequences at once."""
+# ---- 4: served
+
+
+class Spoilt:
+    """A source that knows an answer, and of it spoils every SPOILT-th token."""
+
+    name, blocking, top_k = "spoilt", False, 0
+
+    def __init__(self, whole: np.ndarray, vocab: int) -> None:
+        self._text = whole.copy()
+        self._text[SPOILT - 1 :: SPOILT] = (self._text[SPOILT - 1 :: SPOILT] + 1) % vocab
+
+    def begin(self, request: DraftRequest) -> list[tuple[str, Drafting]]:
+        """This object is its own drafting."""
+        return [(self.name, self)]
+
+    def propose(self, context: np.ndarray, budget: int) -> Draft:
+        """What the text says comes next."""
+        ahead = self._text[len(context) : len(context) + min(budget, MOST_DRAFTS)]
+        return Draft.of(ahead.tolist(), chain(len(ahead)).tolist(), [1 - 1 / SPOILT] * len(ahead))
+
+    def accept(self, tokens: Sequence[int], feedback: Feedback) -> None:
+        """There is nothing to learn."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+async def answer(
+    target: LocalTarget, prompt: np.ndarray, tokens: int, sources: Sequence[Spoilt], learnt: Calibration
+) -> np.ndarray:
+    """Prompt and answer of one request, int32, as the engine decodes it."""
+    request = SequenceRequest(prompt, SamplingParams(), Limits(tokens), "default")
+    about = DraftRequest(request.tenant, target.info.model, prompt)
+    with Panel(sources, about, target.info.vocab_size, budget=MOST_DRAFTS, deadline=1.0) as panel:
+        session = Session(prompt, panel.labels, learnt, MOST_DRAFTS)
+        async with target.open(request) as sequence:
+            async for _ in decode(session, panel, sequence, Times()):
+                pass
+        return session.tokens.copy()
+
+
+def served(device: Device, levels: Sequence[int], context: int, tokens: int) -> dict[str, Any]:
+    """Tokens/s through the worker, plain and speculative, by sequences at once, and how many answers are the same.
+
+    Prompts have been read once before time is taken, so that nearly none of it is reading.
+    """
+    target = LocalTarget(device.model, passes=lambda *_: device.passes)
     found: dict[str, Any] = {}
+
+    async def all_of(prompts: list[np.ndarray], count: int, sources: list[list[Spoilt]]) -> tuple[float, list[np.ndarray]]:
+        start = time.perf_counter()
+        asked = [answer(target, prompt, count, mine, learnt) for prompt, mine in zip(prompts, sources, strict=True)]
+        texts = await asyncio.gather(*asked)
+        return len(prompts) * count / (time.perf_counter() - start), texts
+
+    learnt = Calibration()
     for level in levels:
-        law = accepted if accepted is not None else np.arange(SPOILT)
-        drafts = draft_length(curve, level, law)
-        tokens_per_second(device, level, context, 4, drafts, accepted, [])  # graphs are made
-        plain, texts = tokens_per_second(device, level, context, tokens, 0, accepted, [])
-        fast, other = tokens_per_second(device, level, context, tokens, drafts, accepted, texts if accepted is None else [])
-        found[str(level)] = {"drafts": drafts, "plain": plain, "speculative": fast}
-        if accepted is None:
-            found[str(level)]["identical"] = sum(a == b for a, b in zip(texts, other, strict=True))
+        prompts, nobody = random_prompts(device, level, context), [list[Spoilt]() for _ in range(level)]
+        asyncio.run(all_of(prompts, 2, nobody))
+        plain, texts = asyncio.run(all_of(prompts, tokens, nobody))
+        fast, other = asyncio.run(all_of(prompts, tokens, [[Spoilt(text, device.vocab)] for text in texts]))
+        same = sum(bool(np.array_equal(a, b)) for a, b in zip(texts, other, strict=True))
+        found[str(level)] = {"plain": plain, "speculative": fast, "identical": same}
+        target.storage.forget()
     return found
 
 
@@ -314,12 +346,14 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> N
 def measure(
     name: str, network: Any, levels: Sequence[int], context: int, tokens: int, accepted: np.ndarray | None, rounds: int
 ) -> dict[str, Any]:
-    """Cost curves with both kinds of attention, and tokens/s with the quicker."""
+    """Cost curves with both kinds of attention, and tokens/s with the quicker: replayed if `accepted` is given, and served."""
     positions = (max(levels) + 1) * (context + tokens + 64 + BLOCK)
-    curves, failed = {}, {}
+    curves, failed, devices = dict[str, dict[int, float]](), dict[str, str](), dict[str, Device]()
     for kind, flexible in ATTENTIONS.items():
         try:
-            curves[kind] = cost_curve(Device(network, flexible, 2 * context + 256), context, rounds)
+            devices[kind] = Device(network, flexible, positions)
+            devices[kind].passes.warm_up()
+            curves[kind] = cost_curve(devices[kind], context, rounds)
         except Exception as error:
             failed[kind] = repr(error)
     if not curves:
@@ -328,13 +362,22 @@ def measure(
         f"{name}: ms of a pass", ["rows", *curves], [[rows, *(curve[rows] for curve in curves.values())] for rows in cuda.ROWS]
     )
     best = min(curves, key=lambda kind: sum(curves[kind].values()))
-    found = speeds(Device(network, ATTENTIONS[best], positions), curves[best], levels, context, tokens, accepted)
-    show(
-        f"{name}: tokens/s, {best}",
-        ["at once", *next(iter(found.values()))],
-        [[at, *each.values()] for at, each in found.items()],
-    )
-    return {"rows_ms": curves, "attention": best, "failed": failed, "concurrency": found}
+    device, curve = devices[best], curves[best]
+    devices.clear()  # the other's memory goes
+    figures: dict[str, Any] = {"rows_ms": curves, "attention": best, "failed": failed}
+    if accepted is not None:
+        figures["replayed"] = {}
+        for level in levels:
+            drafts = draft_length(curve, level, accepted)
+            replayed(device, level, context, 4, drafts, accepted)  # graphs of these sizes are recorded
+            speeds = [replayed(device, level, context, tokens, count, accepted) for count in (0, drafts)]
+            figures["replayed"][str(level)] = {"drafts": drafts, "plain": speeds[0], "speculative": speeds[1]}
+    figures["served"] = served(device, levels, context, tokens)
+    for way in ("replayed", "served"):
+        if way in figures:
+            rows = [[at, *each.values()] for at, each in figures[way].items()]
+            show(f"{name}: tokens/s, {way}, {best}", ["at once", *next(iter(figures[way].values()))], rows)
+    return figures
 
 
 def main(

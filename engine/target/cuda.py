@@ -3,7 +3,8 @@
 Keys and values stay on the device in pages of `BLOCK` positions, under the same block tables as on the CPU. All that a pass
 needs to know of its sequences goes there in one pinned transfer (`Layout`); what a row may see is a function of these numbers
 (`Layout.sees`), which FlexAttention compiles into its kernel, and which `gathered_attention` writes out as a mask for the pages
-in use. The token of every row is chosen on the device (`choose_all`), so that only ids come back, once a pass.
+in use. The token of every row is chosen on the device (`choose_all`), so that ids come back, once a pass, and logits only of
+sequences whose choices need more than their own row.
 
 Nothing here is CUDA's alone but graphs, pinned memory and the compiled kernel: on `cpu` the same code runs without; that is
 how it is tested. Sums depend on the number of rows, so nothing is strict here: texts with and without drafts are equal except
@@ -24,64 +25,80 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import PreTrainedModel
 
-from engine.acceptance import SamplingParams
+from engine.errors import Exhausted
 from engine.target import attention, noise
 from engine.target.attention import Part, Scores
-from engine.target.cache import KVStorage, KVTable
+from engine.target.cache import BlockPool, KVTable, blocks_in
 from engine.target.kernels import BLOCK
+from engine.target.model import Model
+from engine.target.passes import asked_rows
+from engine.target.sampling import Ask, Choices, Said
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows that a graph is made for; a pass is filled up to the next. Beyond, multiples of the last, without a graph."""
 
+_OWNERS = 96
+"""Sequences that every pass has room for, in bits; a kernel is one of fixed shapes, and more make another."""
+
+_MOST_WARM = 256
+"""Rows of the largest pass that is run before it is needed: one that reads prompts."""
+
 _QUERY_BLOCK = 128
 """Rows that FlexAttention looks up pages for together."""
 
 
-class DeviceStorage(KVStorage):
+class DeviceStorage(BlockPool):
     """Keys and values of all layers on a device: [1, kv heads, slots, head dim] each, page b being slots b * BLOCK and on.
 
     One position costs 2 x layers x kv heads x head dim numbers of `dtype`. One page beyond those of tables takes what
-    rows that only fill up a pass write. The accounts of pages are those of `KVStorage`, whose own arrays are one number a
-    position here, never touched. Raises Exhausted where `memory` bytes hold no page.
+    rows that only fill up a pass write. What is to be moved waits for `settle`, so that a pass moves the rows of all its
+    sequences at once. Raises Exhausted where `memory` bytes hold no page, or the device has less.
     """
 
     def __init__(
         self, num_layers: int, kv_heads: int, head_dim: int, memory: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        page = 2 * num_layers * kv_heads * head_dim * BLOCK * dtype.itemsize
-        super().__init__(1, 1, 1, memory // page * 8 * BLOCK)
+        super().__init__(blocks_in(memory, 2 * num_layers * kv_heads * head_dim * BLOCK * dtype.itemsize))
         shape = (1, kv_heads, (self.num_blocks + 1) * BLOCK, head_dim)
         self.head_dim = head_dim
-        # zeros: what a mask hides still meets a weight of 0, and 0 x NaN is none
-        self.device_keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.device_values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        try:  # zeros: what a mask hides still meets a weight of 0, and 0 x NaN is none
+            self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        except torch.OutOfMemoryError as error:
+            raise Exhausted(f"the device has no {memory} bytes left for keys and values: lower kv_memory") from error
+        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+
+    def compact(self, blocks: NDArray[np.int32], length: int, rows: NDArray[np.int32]) -> None:
+        """See `BlockPool`."""
+        before, after = _slots(blocks, length + rows), _slots(blocks, length + np.arange(len(rows)))
+        self._moves.append((before[before != after], after[before != after]))
+
+    def make_up(self, blocks: NDArray[np.int32]) -> None:
+        """See `BlockPool`."""
+        slots = torch.from_numpy(_slots(blocks, np.arange(len(blocks) * BLOCK))).to(self.keys[0].device)
+        for numbers in (*self.keys, *self.values):
+            numbers[:, :, slots] = 0.01
+
+    def settle(self) -> None:
+        """Do what was to be moved. All is read before anything is written: tables have blocks of their own beyond what they
+        committed, and each commits once a pass."""
+        if self._moves:
+            before, after = (np.concatenate(slots) for slots in zip(*self._moves, strict=True))
+            self._moves.clear()
+            self.move(before, after)
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Copy slots to slots, int64 [n] each, in all layers; all are read before any is written."""
-        if not len(sources):
-            return
-        device = self.device_keys[0].device
-        both = torch.from_numpy(np.stack([sources, targets])).to(device, non_blocking=True)
-        for numbers in (*self.device_keys, *self.device_values):
+        both = torch.from_numpy(np.stack([sources, targets])).to(self.keys[0].device, non_blocking=True)
+        for numbers in (*self.keys, *self.values):
             numbers[:, :, both[1]] = numbers[:, :, both[0]]
 
 
-def keep(storage: DeviceStorage, tables: Sequence[KVTable], kept: Sequence[NDArray[np.int32]]) -> None:
-    """Commit rows of the last pass in each table, as `KVTable.keep` does, by one move for all of them."""
-    sources, targets = [], []
-    for table, rows in zip(tables, kept, strict=True):
-        sources.append(_slots(table, table.length + rows))
-        targets.append(_slots(table, table.length + np.arange(len(rows))))
-        table.length += len(rows)
-    before, after = np.concatenate(sources), np.concatenate(targets)
-    storage.move(before[before != after], after[before != after])
-
-
-def _slots(table: KVTable, entries: NDArray[Any]) -> NDArray[np.int64]:
+def _slots(blocks: NDArray[np.int32], entries: NDArray[Any]) -> NDArray[np.int64]:
     """Where positions of a sequence lie, int64."""
-    slots: NDArray[np.int64] = table.blocks[entries // BLOCK].astype(np.int64) * BLOCK + entries % BLOCK
+    slots: NDArray[np.int64] = blocks[entries // BLOCK].astype(np.int64) * BLOCK + entries % BLOCK
     return slots
 
 
@@ -90,8 +107,9 @@ class Layout:
 
     By row: `tokens`, `positions`, `slots` (where its key goes), `owner` (which sequence), `length` (its prefix), `first` (its
     sequence's first row) and `above` [rows, words], a bit for each row of the pass that it descends from or is. By page in use:
-    `pages` and, for each owner, `logical` [owners, columns], which page of the sequence that is (-1: none). A column is a
-    page in use, or with `physical` a page of the storage. `page_count` is how many are in use.
+    `pages`, `logical`, which page of its sequences it is, and `holders` [columns, words], a bit for each sequence that it
+    belongs to; a page that several share is the same one of each. A column is a page in use, or with `physical` a page of the
+    storage. `page_count` is how many are in use.
 
     Rows that only fill up are a sequence of their own without a prefix, all in the spare page.
     """
@@ -101,11 +119,13 @@ class Layout:
         columns = spare + 1 if physical else pages
         shapes = {
             "tokens": (rows,), "positions": (rows,), "slots": (rows,), "owner": (rows,), "length": (rows,), "first": (rows,),
-            "above": (rows, -(-rows // 32)), "pages": (pages,), "page_count": (1,), "logical": (owners, columns),
+            "above": (rows, -(-rows // 32)), "pages": (pages,), "page_count": (1,), "logical": (columns,),
+            "holders": (columns, -(-owners // 32)),
         }  # fmt: skip
         size = sum(int(np.prod(shape)) for shape in shapes.values())
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self.host: dict[str, NDArray[np.int32]] = {}
         self.on_device: dict[str, torch.Tensor] = {}
         at = 0
@@ -117,11 +137,12 @@ class Layout:
 
     def fill(self, tokens: NDArray[np.int32], parts: Sequence[Part]) -> None:
         """Describe a pass over `parts`, whose tables have room for their rows, and send it off. O(rows x depth + pages)."""
+        if self._sent is not None:
+            self._sent.synchronize()  # what was sent last lies in the same memory
         host, row = self.host, 0
-        pages = sorted({int(page) for part in parts for page in _pages(part)} | {self.spare})
-        column = {page: page if self.physical else at for at, page in enumerate(pages)}
-        for name in ("above", "logical", "pages"):
-            host[name].fill(-1 if name == "logical" else 0)
+        pages = pages_of(parts, self.spare)
+        for name in ("above", "holders"):
+            host[name].fill(0)
         for which, part in enumerate(parts):
             count, length = len(part.parents), part.table.length
             mine = slice(row, row + count)
@@ -132,10 +153,9 @@ class Layout:
                     host["above"][row + i] = host["above"][row + parent]
                 _set_bit(host["above"][row + i], row + i)
             host["positions"][mine] = length + depths
-            host["slots"][mine] = _slots(part.table, length + np.arange(count))
+            host["slots"][mine] = _slots(part.table.blocks, length + np.arange(count))
             host["owner"][mine], host["length"][mine], host["first"][mine] = which, length, row
-            for at, page in enumerate(_pages(part).tolist()):
-                host["logical"][which, column[page]] = at
+            self._hold(which, _pages(part), pages)
             row += count
         host["tokens"][:row], host["tokens"][row:] = tokens, 0
         fill = slice(row, self.rows)
@@ -143,11 +163,18 @@ class Layout:
         host["owner"][fill], host["length"][fill], host["first"][fill] = len(parts), 0, row
         for i in range(row, self.rows):
             _set_bit(host["above"][i], i)
-        if row < self.rows:
-            host["logical"][len(parts), column[self.spare]] = 0
+        self._hold(len(parts), np.array([self.spare]), pages)
         host["pages"][: len(pages)], host["pages"][len(pages) :] = pages, self.spare
         host["page_count"][0] = len(pages)
         self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def _hold(self, which: int, pages: NDArray[Any], everything: NDArray[Any]) -> None:
+        """These are the first pages of a sequence, among all that are in use (rising)."""
+        columns = pages if self.physical else np.searchsorted(everything, pages)
+        self.host["logical"][columns] = np.arange(len(pages))
+        self.host["holders"].view(np.uint32)[columns, which // 32] |= np.uint32(1 << (which % 32))
 
     def sees(self, row: torch.Tensor, place: torch.Tensor, window: int) -> torch.Tensor:
         """bool, in the shape that `row` and `place` broadcast to: whether a row attends to a place, column * BLOCK + entry.
@@ -155,18 +182,24 @@ class Layout:
         It does to positions of its own sequence's prefix and to its own path, of these to the last `window` where that is > 0.
         """
         at = self.on_device
-        page = at["logical"][at["owner"][row], place // BLOCK]
-        slot = page * BLOCK + place % BLOCK
+        column, owner = place // BLOCK, at["owner"][row]
+        held = ((at["holders"][column, owner // 32] >> (owner % 32)) & 1) == 1
+        slot = at["logical"][column] * BLOCK + place % BLOCK
         behind = slot - at["length"][row]
         other = at["first"][row] + behind
         inside = (behind >= 0) & (other < self.rows)
         other = torch.where(inside, other, 0)
         on_path = inside & (((at["above"][row, other // 32] >> (other % 32)) & 1) == 1)
-        seen = (page >= 0) & ((behind < 0) | on_path)
+        seen = held & ((behind < 0) | on_path)
         if window > 0:
             position = torch.where(behind < 0, slot, at["positions"][other])
             seen = seen & (position > at["positions"][row] - window)
         return seen
+
+
+def pages_of(parts: Sequence[Part], spare: int) -> NDArray[np.int64]:
+    """The pages that a pass reads or writes, the spare one among them, int64 [n], rising."""
+    return np.unique(np.concatenate([*map(_pages, parts), [spare]]).astype(np.int64))
 
 
 def _pages(part: Part) -> NDArray[np.int32]:
@@ -188,7 +221,7 @@ class DevicePass:
     def mix(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
         """[1, rows, heads, value width]."""
         dim, width = self._storage.head_dim, value.shape[-1]
-        keys, values = self._storage.device_keys[layer], self._storage.device_values[layer]
+        keys, values = self._storage.keys[layer], self._storage.values[layer]
         slots = self._layout.on_device["slots"].long()
         keys[:, :, slots] = _widened(key, dim).to(keys.dtype)
         values[:, :, slots] = _widened(value, dim).to(values.dtype)
@@ -209,12 +242,12 @@ def _widened(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def dense_mask(layout: Layout, window: int) -> torch.Tensor:
-    """bool [rows, pages x BLOCK]: what each row sees of the pages in use, columns beyond `page_count` left out."""
+    """bool [rows, pages x BLOCK]: what each row sees of the pages in use; nothing of columns beyond, which nobody holds."""
     device = layout.on_device["pages"].device
     columns = len(layout.on_device["pages"])
     row = torch.arange(layout.rows, device=device)[:, None]
     place = torch.arange(columns * BLOCK, device=device)[None]
-    return layout.sees(row, place, window) & (place // BLOCK < layout.on_device["page_count"])
+    return layout.sees(row, place, window)
 
 
 def gathered_attention(
@@ -296,10 +329,10 @@ class Runner:
     the gathered pages. Graphs are made on CUDA, for passes of up to ROWS[-1] rows, as they are first needed.
     """
 
-    def __init__(self, network: PreTrainedModel, storage: DeviceStorage, flexible: bool, graphs: bool = True) -> None:
+    def __init__(self, network: PreTrainedModel, storage: DeviceStorage, flexible: bool) -> None:
         self._network, self._storage, self._flexible = network, storage, flexible
-        self._device = storage.device_keys[0].device
-        self._graphs = graphs and self._device.type == "cuda"
+        self._device = storage.keys[0].device
+        self._graphs = self._device.type == "cuda"
         self._kept: dict[tuple[int, int, int], _Bucket] = {}
 
     @torch.inference_mode()
@@ -308,13 +341,13 @@ class Runner:
 
         `tokens` int32 [n] in the order of the parts, for whose rows their tables have room. Nothing is waited for.
         """
-        num = len(tokens)
+        self._storage.settle()
+        num, pages = len(tokens), self._storage.num_blocks + 1
         rows = bucket(num)
-        every_page = self._storage.num_blocks + 1
-        used = len({int(page) for part in parts for page in _pages(part)}) + 1
         small = rows <= ROWS[-1]
-        pages = every_page if self._flexible else min(_power(used), every_page)  # a compiled kernel is one of fixed shapes
-        key = (rows, _power(len(parts) + 1), pages)
+        if not self._flexible:  # a compiled kernel is one of fixed shapes
+            pages = min(_power(len(pages_of(parts, self._storage.num_blocks))), pages)
+        key = (rows, max(_OWNERS, len(parts) + 1), pages)
         if (kept := self._kept.get(key)) is None:
             kept = _Bucket(Layout(*key, self._storage.num_blocks, self._device, self._flexible))
             if small:
@@ -383,28 +416,6 @@ def _power(count: int) -> int:
 # ---- choosing
 
 
-def chooses(params: SamplingParams, masked: bool = False) -> bool:
-    """Whether `choose_all` can make this request's choices; else the host must see logits (`sampling.Sampler`).
-
-    `masked` says that some ids are ruled out for now. Penalties depend on the path, top_k and top_p on an order of all scores.
-    """
-    plain = params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0
-    return plain and not masked and not params.logit_bias and params.top_k == 0 and params.top_p == 1
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How the token after each row is chosen, by row: `temperature` and `min_p` float64, `seed` uint64, `position` int64 [n].
-
-    `position` is that of the token to choose: the row's own plus one.
-    """
-
-    temperature: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    seed: NDArray[np.uint64]
-    position: NDArray[np.int64]
-
-
 @torch.inference_mode()
 def choose_all(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
     """int64 [n], on the device: what sample and match says after every row of logits [n, vocab] (`engine.kernels.choose`).
@@ -434,18 +445,75 @@ def choose_all(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
     return ids
 
 
-class Fetch:
-    """Brings ids to the host through pinned memory, with one wait."""
+def likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """int32 [n, k], on the device: the ids of the k largest of every row [n, vocab], best first, ties in any order, NaN last.
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._pinned = torch.zeros(most, dtype=torch.int64, pin_memory=self._cuda)
+    k is cut to the vocabulary.
+    """
+    scores = torch.where(logits.isnan(), -torch.inf, logits)
+    return scores.topk(min(k, logits.shape[1]), 1).indices.int()
 
-    def __call__(self, ids: torch.Tensor) -> NDArray[np.int64]:
-        """int64 [n], n at most `most`; a view that the next call overwrites."""
-        here = self._pinned[: len(ids)]
-        here.copy_(ids, non_blocking=self._cuda)
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
-        found: NDArray[np.int64] = here.numpy()
-        return found
+
+def fetch(*tensors: torch.Tensor) -> list[NDArray[Any]]:
+    """All of them on the host, through pinned memory, with one wait."""
+    here = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if tensors[0].device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return [tensor.numpy() for tensor in here]
+
+
+class DevicePasses:
+    """Passes on the device where a model's weights lie. See `passes.Passes`.
+
+    The rule is applied there to all rows. Logits leave the device for sequences that ask for them, all theirs, together with
+    the ids of the others. `flexible` chooses FlexAttention or the gathered pages; None is FlexAttention on CUDA, if it runs.
+    """
+
+    def __init__(self, model: Model, memory: int, flexible: bool | None = None) -> None:
+        weight = next(model.network.parameters())
+        self.storage = DeviceStorage(model.num_layers, model.kv_heads, model.head_dim, memory, weight.device, weight.dtype)
+        self._network = model.network
+        self._may_gather = flexible is None
+        self._runner = Runner(self._network, self.storage, weight.is_cuda if flexible is None else flexible)
+
+    def warm_up(self) -> None:
+        """Run a pass of every usual size, as far as there are pages, so that kernels are compiled and graphs recorded."""
+        try:
+            self._run_all_sizes()
+        except Exception as error:  # of a compiler, for one
+            if not self._may_gather:
+                raise
+            logger.warning("FlexAttention does not run here, so pages are gathered: %s", error)
+            self._runner = Runner(self._network, self.storage, False)
+            self._run_all_sizes()
+
+    @torch.inference_mode()
+    def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], asks: Sequence[Ask]) -> list[Said]:
+        """See `passes.Passes`."""
+        choices = Choices.together([ask.choices or Choices.likeliest(ask.num_rows) for ask in asks])
+        wants_logits = np.repeat([ask.choices is None for ask in asks], [ask.num_rows for ask in asks])
+        logits = self._runner.run(tokens, parts, asked_rows(parts, asks))
+        some = logits[torch.from_numpy(np.flatnonzero(wants_logits)).to(logits.device)]
+        ids = likeliest(logits, max(ask.top_k for ask in asks))
+        chosen, top_ids, here = fetch(choose_all(logits, choices), ids, some.float())
+        answers, row, first = list[Said](), 0, 0
+        for ask in asks:
+            mine = slice(row, row + ask.num_rows)
+            row += ask.num_rows
+            if ask.choices is None:
+                answers.append(Said(here[first : first + ask.num_rows]))
+                first += ask.num_rows
+            else:
+                answers.append(Said(chosen=chosen[mine], top_ids=top_ids[mine, : ask.top_k]))
+        return answers
+
+    def _run_all_sizes(self) -> None:
+        table = KVTable(self.storage)
+        try:
+            for rows in (*ROWS, *range(2 * ROWS[-1], _MOST_WARM + 1, ROWS[-1])):
+                if rows <= table.room:
+                    table.reserve(rows)
+                    chain = np.arange(-1, rows - 1, dtype=np.int32)
+                    self.run(np.zeros(rows, np.int32), [Part(table, chain)], [Ask(1, 1, Choices.likeliest(1))])
+        finally:
+            table.close()

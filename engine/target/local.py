@@ -25,7 +25,7 @@ from engine.target.attention import Part
 from engine.target.batching import LATER, Admission, Batcher, CostMeter, Later, Work, cut_together
 from engine.target.cache import KVTable, num_blocks
 from engine.target.kernels import BLOCK
-from engine.target.model import Model, load
+from engine.target.model import CPU, Model, choose_device, load
 from engine.target.passes import KernelPasses, Passes
 from engine.target.prefix import Names
 from engine.target.sampling import (
@@ -110,6 +110,7 @@ class LocalTarget:
         self._last_trees = self._last_rows = 0
         self._secret = secrets.token_bytes(32)
         core_kernels.warmup()
+        self._passes.warm_up()
         if curve is not None:
             self.meter.freeze(curve)
         else:
@@ -124,16 +125,24 @@ class LocalTarget:
         threads: int | None = None,
         kv_memory: int = 2 << 30,
         curve: CostCurve | None = None,
+        device: str = "auto",
     ) -> LocalTarget:
-        """Resolve a model name (see engine.models) and load it; dtype "auto" is int8. Raises ModelError."""
+        """Resolve a model name (see engine.models) and load it, as `model.choose_device` decides.
+
+        Raises ModelError, and Exhausted where `kv_memory` does not fit.
+        """
         from engine.models import resolve
         from engine.text import Tokenizer
 
         if threads:
             torch.set_num_threads(threads)
+        where, dtype = choose_device(device, dtype)
         folder = Path(resolve(model))
         fingerprint = Tokenizer.load(folder).fingerprint
-        return cls(load(folder, "int8" if dtype == "auto" else dtype), model, fingerprint, kv_memory=kv_memory, curve=curve)
+        loaded = load(folder, dtype)
+        if where != CPU:
+            loaded.move(where)
+        return cls(loaded, model, fingerprint, kv_memory=kv_memory, curve=curve)
 
     @property
     def curve(self) -> CostCurve:
@@ -374,7 +383,12 @@ class LocalTarget:
 
 
 def _passes_for(model: Model) -> Callable[[Model, int], Passes]:
-    return KernelPasses
+    """What runs passes where the weights lie."""
+    if model.device == CPU:
+        return KernelPasses
+    from engine.target.cuda import DevicePasses
+
+    return DevicePasses
 
 
 @dataclass

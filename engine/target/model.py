@@ -1,4 +1,4 @@
-"""A causal model of transformers, made ready to answer packed rows on the CPU: float32, bfloat16 or int8.
+"""A causal model of transformers, made ready to answer packed rows: float32, bfloat16 or, on the CPU, int8.
 
 The model's own code runs; attention is `attention.tree_attention`, and for int8 the modules around it are exchanged one for one
 by those of `quantize`. What is not recognized is left as it is and named in `reasons`: then the promise of equality is "except
@@ -32,6 +32,8 @@ from engine.text import end_of_text_ids
 logger = logging.getLogger(__name__)
 
 DTYPES = ("int8", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -51,14 +53,23 @@ class Model:
     head_dim: int
     eos_ids: tuple[int, ...]
     reasons: tuple[str, ...]
+    device: torch.device = CPU
 
     @property
     def strict(self) -> bool:
         return not self.reasons
 
+    def move(self, device: torch.device) -> None:
+        """Have the weights on a device, where `cuda.DevicePasses` runs passes. Raises ModelError where they do not fit."""
+        try:
+            self.network.to(device)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"the weights do not fit on the device: {device}; choose a smaller model or the cpu") from error
+        self.device = device
+
     @torch.inference_mode()
     def forward(self, tokens: NDArray[np.int32], rows: Pass, wanted: NDArray[np.int32]) -> NDArray[np.float32]:
-        """One pass over packed rows: float32 [m, vocab], the logits of the rows `wanted` (int32 [m]).
+        """One pass over packed rows on the CPU: float32 [m, vocab], the logits of the rows `wanted` (int32 [m]).
 
         `tokens` int32 [n] in the order of `rows`. Writes keys and values behind each sequence's prefix.
         """
@@ -80,6 +91,26 @@ def _positions(rows: Pass) -> NDArray[np.int64]:
     lengths = np.repeat(rows.sequences[:, 1], np.diff(rows.firsts))
     positions: NDArray[np.int64] = (lengths + depths).astype(np.int64)
     return positions
+
+
+def choose_device(device: str, dtype: str) -> tuple[torch.device, str]:
+    """Where a model runs and as what, for what a user wants.
+
+    The device "auto" is CUDA where torch sees such a device, unless the dtype is int8, which is of CPUs alone; the dtype "auto"
+    is int8 on a CPU, else bfloat16. Raises ModelError for an unknown device, for CUDA where there is none, and for int8 on it.
+    """
+    if device not in DEVICES:
+        raise ModelError(f"unknown device: {device}; choose one of {', '.join(DEVICES)}")
+    if device == "auto":
+        device = "cuda" if dtype != "int8" and torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "sees none" if torch.version.cuda else "was built without CUDA"
+        raise ModelError(f"no CUDA device: torch {torch.__version__} {why}; choose the device cpu or auto")
+    if device == "cuda" and dtype == "int8":
+        raise ModelError("int8 runs on the CPU alone; choose the dtype bfloat16, float32 or auto on cuda")
+    if dtype == "auto":
+        dtype = "int8" if device == "cpu" else "bfloat16"
+    return torch.device(device), dtype
 
 
 def load(folder: Path, dtype: str) -> Model:
@@ -155,21 +186,8 @@ def prepare(
     `stored` is the dtype the embedding may be kept in without loss. Raises ModelError for a network that cannot verify trees.
     """
     weights = PackedWeights() if weights is None else weights
-    config = network.config.get_text_config()
-    check.refuse_config(config)
-    heads = config.num_attention_heads
-    context_length = int(config.max_position_embeddings)
-    model = Model(
-        network=network,
-        dtype=dtype,
-        context_length=context_length,
-        vocab_size=int(config.vocab_size),
-        num_layers=int(config.num_hidden_layers),
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=-(-_widest_head(config) // LANES) * LANES,
-        eos_ids=eos_ids,
-        reasons=("floating-point products depend on how many rows a pass has",),
-    )
+    check.refuse_config(network.config.get_text_config())
+    model = describe(network, dtype, eos_ids)
     if not weights.complete:  # else it was asked before its weights were packed
         check.check_rows(model)
     if dtype == "int8":
@@ -177,6 +195,23 @@ def prepare(
         if not check.check_rows(model):
             model.reasons += ("two rows of one path were answered unlike",)
     return model
+
+
+def describe(network: PreTrainedModel, dtype: str, eos_ids: tuple[int, ...] = ()) -> Model:
+    """What a network's config says of it, unchecked. It is not strict."""
+    config = network.config.get_text_config()
+    heads = config.num_attention_heads
+    return Model(
+        network=network,
+        dtype=dtype,
+        context_length=int(config.max_position_embeddings),
+        vocab_size=int(config.vocab_size),
+        num_layers=int(config.num_hidden_layers),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=-(-_widest_head(config) // LANES) * LANES,
+        eos_ids=eos_ids,
+        reasons=("floating-point products depend on how many rows a pass has",),
+    )
 
 
 def _widest_head(config: Any) -> int:

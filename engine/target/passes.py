@@ -25,6 +25,10 @@ class Passes(Protocol):
         """Where keys and values are kept between passes."""
         ...
 
+    def warm_up(self) -> None:
+        """Do what takes long the first time, before anybody waits for it."""
+        ...
+
     def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], asks: Sequence[Ask]) -> list[Said]:
         """One pass: `tokens` int32 [n] in the order of the parts, for whose rows their tables have room, and an ask for each.
 
@@ -39,6 +43,9 @@ class KernelPasses:
     def __init__(self, model: Model, memory: int) -> None:
         self.storage = KVStorage(model.num_layers, model.kv_heads, model.head_dim, memory)
         self._model = model
+
+    def warm_up(self) -> None:
+        """Nothing to do: kernels come compiled."""
 
     def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], asks: Sequence[Ask]) -> list[Said]:
         """See `Passes`."""

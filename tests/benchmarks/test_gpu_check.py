@@ -50,9 +50,10 @@ def test_every_part_runs_and_is_right(script: ModuleType, tmp_path: Path) -> Non
     assert len(right) == 8 and max(right.values()) < 1e-3
     for part in ("random", "model"):
         assert set(figures[part]["rows_ms"]) == {"flex", "gathered"}
-        assert set(figures[part]["concurrency"]) == {"1", "4"}
-    for level, each in figures["model"]["concurrency"].items():
-        assert each["identical"] == int(level)
+        assert set(figures[part]["served"]) == {"1", "4"}
+        for level, each in figures[part]["served"].items():
+            assert each["identical"] == int(level)
+    assert set(figures["random"]["replayed"]) == {"1", "4"} and "replayed" not in figures["model"]
 
 
 def test_parts_that_time_no_longer_allows_are_named(script: ModuleType) -> None:

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine import kernels as core_kernels
-from engine.acceptance import SamplingParams
 from engine.errors import Exhausted
 from engine.target import cuda
 from engine.target.attention import KEY, Part
 from engine.target.cache import KVTable
 from engine.target.kernels import BLOCK
+from engine.target.sampling import Choices
 from tests.engine import oracles_target as oracles
 from tests.engine import tiny
 from tests.engine.test_target_model import FAMILIES
@@ -49,7 +49,7 @@ class Device:
         for start in range(0, len(tokens), size):
             piece = tokens[start : start + size]
             found += self.run((table, piece, chain(len(piece))))
-            cuda.keep(self.storage, [table], [np.arange(len(piece), dtype=np.int32)])
+            table.keep(np.arange(len(piece), dtype=np.int32))
         return np.concatenate(found)
 
 
@@ -74,7 +74,8 @@ def test_trees_of_several_sequences_agree_with_plain_forward_passes(name: str, f
                 path = [*texts[i], *tokens[path_to(parents, row)].tolist()]
                 assert np.abs(logits[row] - oracles.forward(plain, path)[-1]).max() < 1e-4
             texts[i] += tokens[kept[i]].tolist()
-        cuda.keep(device.storage, tables, [np.array(rows, np.int32) for rows in kept])
+        for table, rows in zip(tables, kept, strict=True):
+            table.keep(np.array(rows, np.int32))
         assert [table.length for table in tables] == [len(text) for text in texts]
 
 
@@ -99,17 +100,20 @@ def test_caps_sinks_and_latent_attention_agree(family: str, width: int, flexible
 @pytest.mark.parametrize("window", [0, 1, 5, 70])
 @pytest.mark.parametrize("physical", [False, True])
 def test_the_mask_is_the_definition(window: int, physical: bool) -> None:
-    """Every row against every place, for prefixes around page borders, rows that fill up and pages in any order."""
+    """Every row against every place, for prefixes around page borders, a shared page, rows that fill up and pages in any order,
+    of more sequences than a word has bits."""
     rng = np.random.default_rng(window)
-    storage = cuda.DeviceStorage(1, 1, 1, 20 * 8 * BLOCK, CPU, torch.float32)
+    storage = cuda.DeviceStorage(1, 1, 1, 60 * 8 * BLOCK, CPU, torch.float32)
     storage._free = rng.permutation(storage.num_blocks).tolist()
-    lengths, shapes = [0, 63, 64, 130], [random_parents(rng, 7), chain(5), random_parents(rng, 12), random_parents(rng, 1)]
+    lengths = [0, 63, 64, 130, *[5] * 33]
+    shapes = [random_parents(rng, 7), chain(5), random_parents(rng, 12), random_parents(rng, 1), *[chain(1)] * 33]
     tables = [KVTable(storage) for _ in shapes]
     for table, length, parents in zip(tables, lengths, shapes, strict=True):
         table.reserve(length + len(parents))
         table.length = length
+    tables[2].blocks[0] = tables[3].blocks[0]  # two texts that begin alike
     num_rows = sum(map(len, shapes))
-    layout = cuda.Layout(cuda.bucket(num_rows), 8, 16, storage.num_blocks, CPU, physical)
+    layout = cuda.Layout(cuda.bucket(num_rows), 40, 64, storage.num_blocks, CPU, physical)
     layout.fill(np.arange(num_rows, dtype=np.int32), [Part(*each) for each in zip(tables, shapes, strict=True)])
     pages = list(range(storage.num_blocks + 1)) if physical else layout.host["pages"].tolist()
     found = layout.sees(torch.arange(layout.rows)[:, None], torch.arange(len(pages) * BLOCK)[None], window).numpy()
@@ -137,10 +141,10 @@ def test_only_the_rows_wanted_of_a_chunk_are_answered() -> None:
 def test_pages_are_counted_and_moves_read_before_they_write() -> None:
     """Memory is bounded by pages; rows that trade places do so."""
     storage = cuda.DeviceStorage(2, 1, 4, 3 * 2 * 2 * 4 * BLOCK * 2 + 5, CPU, torch.bfloat16)
-    assert storage.num_blocks == 3 and storage.device_keys[0].shape == (1, 1, 4 * BLOCK, 4)
-    storage.device_keys[1][0, 0, :, 0] = torch.arange(4 * BLOCK)
+    assert storage.num_blocks == 3 and storage.keys[0].shape == (1, 1, 4 * BLOCK, 4)
+    storage.keys[1][0, 0, :, 0] = torch.arange(4 * BLOCK)
     storage.move(np.array([7, 5, 6]), np.array([5, 6, 7]))
-    assert storage.device_keys[1][0, 0, 5:8, 0].tolist() == [7, 5, 6]
+    assert storage.keys[1][0, 0, 5:8, 0].tolist() == [7, 5, 6]
     storage.move(np.zeros(0, np.int64), np.zeros(0, np.int64))
     with pytest.raises(Exhausted):
         cuda.DeviceStorage(2, 1, 4, 100, CPU, torch.bfloat16)
@@ -152,13 +156,13 @@ def test_all_choices_at_once_are_those_of_the_host() -> None:
     logits = rng.standard_normal((40, 301)).astype(np.float32) * 3
     logits[1], logits[2, 5:9], logits[3, :200], logits[4] = 0.0, logits[2].max() + 1, -np.inf, -np.inf
     logits[5, 7] = np.nan
-    choices = cuda.Choices(
+    choices = Choices(
         temperature=np.where(np.arange(40) % 3 == 0, 0.0, rng.random(40) * 2 + 1e-3),
         min_p=np.where(np.arange(40) % 2 == 0, 0.0, 0.2),
         seed=rng.integers(1 << 64, size=40, dtype=np.uint64),
         position=rng.integers(1000, size=40),
     )
-    found = cuda.Fetch(64, CPU)(cuda.choose_all(torch.from_numpy(logits), choices)).copy()
+    (found,) = cuda.fetch(cuda.choose_all(torch.from_numpy(logits), choices))
     scratch = np.empty(301), np.empty(301), np.empty(301, np.bool_)
     for row in range(40):
         if choices.temperature[row] == 0:
@@ -175,20 +179,6 @@ def test_all_choices_at_once_are_those_of_the_host() -> None:
                 *scratch,
             )
         assert found[row] == expected, row
-
-
-def test_which_requests_are_chosen_for_on_the_device() -> None:
-    """Temperature and min_p only; penalties, biases, orders of scores and masks are the host's."""
-    assert cuda.chooses(SamplingParams()) and cuda.chooses(SamplingParams(temperature=0.7, min_p=0.1, seed=3))
-    assert not cuda.chooses(SamplingParams(), masked=True)
-    for other in (
-        {"top_k": 4},
-        {"top_p": 0.9},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 1},
-        {"logit_bias": ((1, 2.0),)},
-    ):
-        assert not cuda.chooses(SamplingParams(**other))
 
 
 def test_numbers_of_rows_come_in_sizes() -> None:

@@ -70,16 +70,18 @@ def tiny_model(dtype: str) -> Any:
 
 
 @asynccontextmanager
-async def local(tmp_path: Path, dtype: str) -> AsyncIterator[Rig]:
-    """The tiny Llama in this process."""
+async def local(tmp_path: Path, dtype: str, as_device: bool = False) -> AsyncIterator[Rig]:
+    """The tiny Llama in this process, over the CPU's kernels or as it would run on a device."""
     model = tiny_model(dtype)
     import torch
 
+    from engine.target.cuda import DevicePasses
     from engine.target.local import LocalTarget
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model only loses by more, and much on a busy machine
-    target = LocalTarget(model, kv_memory=4 << 20, curve=CostCurve.flat())
+    passes = DevicePasses if as_device else None
+    target = LocalTarget(model, kv_memory=4 << 20, curve=CostCurve.flat(), passes=passes)
     free = target.storage.num_free
     yield Rig(target, lambda: free - target.storage.num_free)
     await target.close()
@@ -124,6 +126,7 @@ TARGETS: dict[str, Callable[[Path], AbstractAsyncContextManager[Rig]]] = {
     "fake": fake,
     "local-float32": lambda tmp_path: local(tmp_path, "float32"),
     "local-int8": lambda tmp_path: local(tmp_path, "int8"),
+    "local-as-device": lambda tmp_path: local(tmp_path, "float32", as_device=True),
     "remote-fake": remote(fake),
     "fleet": fleet(2),
     "remote-local": remote(lambda tmp_path: local(tmp_path, "int8")),
