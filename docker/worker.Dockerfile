@@ -9,7 +9,8 @@ RUN python3 -m venv /opt/draftloom \
     && /opt/draftloom/bin/pip install --no-cache-dir --constraint constraints.txt ".[worker]"
 
 FROM nvidia/cuda:12.8.1-runtime-ubuntu24.04
-RUN apt-get update && apt-get install -y --no-install-recommends python3 && rm -rf /var/lib/apt/lists/*
+# a compiler and headers: the attention kernel is compiled for the device at start
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/draftloom /opt/draftloom
 RUN useradd --create-home --uid 10001 draftloom && install -d -o draftloom /models
 USER draftloom

@@ -409,7 +409,7 @@ def _places(config: Config) -> list[Place]:
 
 def _worker_arguments(config: Config) -> list[str]:
     model = config.model
-    args = ["--model", model.name, "--dtype", model.dtype, "--kv-memory", str(int(model.kv_memory))]
+    args = ["--model", model.name, "--device", model.device, "--dtype", model.dtype, "--kv-memory", str(int(model.kv_memory))]
     return args if model.threads is None else [*args, "--threads", str(model.threads)]
 
 

@@ -97,6 +97,7 @@ ConfigOption = Annotated[
     typer.Option("--config", "-c", help="Settings file. [default: ./draftloom.toml, if it is there]", show_default=False),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The model: see `draftloom model list`.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, int8, bfloat16 or float32.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of a pass.")]
 KvMemoryOption = Annotated[
@@ -236,6 +237,7 @@ def serve_command(
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow a host that is not loopback, in plain text.")] = False,
     model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = None,
@@ -258,6 +260,7 @@ def serve_command(
             "server.port": port,
             "server.insecure": True if insecure else None,
             "model.name": model,
+            "model.device": device,
             "model.dtype": dtype,
             "model.threads": threads,
             "model.kv_memory": kv_memory,
@@ -283,6 +286,7 @@ def serve_command(
 def worker_command(
     listen: Annotated[str, typer.Option("--listen", help="host:port or unix:PATH.")] = "127.0.0.1:50152",
     model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = None,
@@ -299,11 +303,18 @@ def worker_command(
 
     Whoever reaches the address can use the model; what they ask is never kept.
     """
-    given = {"model.name": model, "model.dtype": dtype, "model.threads": threads, "model.kv_memory": kv_memory}
+    given = {
+        "model.name": model,
+        "model.device": device,
+        "model.dtype": dtype,
+        "model.threads": threads,
+        "model.kv_memory": kv_memory,
+    }
     settings = load_settings(config, given).model
     options = {
         "--address": listen,
         "--model": settings.name,
+        "--device": settings.device,
         "--dtype": settings.dtype,
         "--threads": settings.threads,
         "--kv-memory": int(settings.kv_memory),

@@ -24,6 +24,7 @@ from engine.errors import ConfigError
 from engine.memory import RETENTION_DAYS, TENANT_BYTES, TOTAL_BYTES
 from engine.models import DEFAULT_MODEL
 
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "int8", "bfloat16", "float32")
 FILE = "draftloom.toml"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -77,9 +78,14 @@ class ModelSettings:
     name: str = setting(
         DEFAULT_MODEL, "A built-in or pulled name, a safetensors folder, a GGUF file or a hub id; see `draftloom model list`."
     )
+    device: str = setting(
+        "auto",
+        "Where the model runs: `cpu`, or `cuda`, a GPU that torch sees (of several the first of CUDA_VISIBLE_DEVICES); `auto` is "
+        "cuda where there is one, unless `dtype` is int8.",
+    )
     dtype: str = setting(
         "auto",
-        "Number format of the weights: `int8`, `bfloat16`, `float32`; `auto` is int8 on a CPU and bfloat16 on a GPU. "
+        "Number format of the weights: `int8` (on a CPU), `bfloat16`, `float32`; `auto` is int8 on a CPU and bfloat16 on a GPU. "
         "Only int8 is strict: equal bit for bit, whatever else is served.",
     )
     threads: int | None = setting(
@@ -88,12 +94,12 @@ class ModelSettings:
     kv_memory: Size = setting(
         Size(1 << 30),
         "Most memory for keys and values of all open requests. A token takes 2 x layers x KV heads x head size x 4 bytes: "
-        "45 KiB in the built-in model, 56 KiB in Qwen2.5 1.5B.",
+        "45 KiB in the built-in model, 56 KiB in Qwen2.5 1.5B; half of that in bfloat16 on a GPU, whose memory it is.",
     )
     worker: tuple[str, ...] = setting(
         (),
         "Addresses of workers that run already (`host:port` or `unix:/path`), all with the same model; see `draftloom worker`. "
-        "Unset, the server starts one and ends it. With them, `dtype`, `threads` and `kv_memory` are the workers' own affair.",
+        "Unset, the server starts one and ends it. With them, `device`, `dtype`, `threads` and `kv_memory` are the workers' own affair.",
     )
     worker_patience: float = setting(
         10.0,
@@ -207,7 +213,14 @@ class Config:
             "it is not loopback and connections are plain text; listen on 127.0.0.1 behind a proxy, or set server.insecure",
         )
         _check(bool(model.name), "model.name", "''", "name a model")
+        _check(model.device in DEVICES, "model.device", model.device, f"use one of {', '.join(DEVICES)}")
         _check(model.dtype in DTYPES, "model.dtype", model.dtype, f"use one of {', '.join(DTYPES)}")
+        _check(
+            (model.device, model.dtype) != ("cuda", "int8"),
+            "model.dtype",
+            model.dtype,
+            "int8 runs on the CPU alone; with model.device cuda use bfloat16, float32 or auto",
+        )
         _check(model.threads is None or model.threads >= 1, "model.threads", model.threads, "use 1 or more, or leave it out")
         _check(model.worker_patience >= 0, "model.worker_patience", model.worker_patience, "use 0 or more seconds")
         _check(model.worker_silence > 0, "model.worker_silence", model.worker_silence, "use more than 0 seconds")

@@ -116,7 +116,9 @@ def load(args: argparse.Namespace) -> Target:
     except ModuleNotFoundError as error:
         raise ModelError(f"a package is not installed: {error.name}; pip install 'draftloom[worker]'") from None
 
-    target: Target = LocalTarget.load(args.model, dtype=args.dtype, threads=args.threads, kv_memory=args.kv_memory)
+    target: Target = LocalTarget.load(
+        args.model, device=args.device, dtype=args.dtype, threads=args.threads, kv_memory=args.kv_memory
+    )
     return target
 
 
@@ -162,7 +164,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.target.server", description="A Draftloom target worker.")
     parser.add_argument("--address", required=True, help="unix:PATH or HOST:PORT; anyone who can connect can use the model")
     parser.add_argument("--model", help="name, folder or file of the model")
-    parser.add_argument("--dtype", default="int8", help="int8, bfloat16 or float32")
+    parser.add_argument("--device", default="auto", help="cpu or cuda; auto: cuda where there is one, unless dtype is int8")
+    parser.add_argument("--dtype", default="auto", help="int8, bfloat16 or float32; auto: int8 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--threads", type=int, help="threads of a pass; default: one for each physical core")
     parser.add_argument("--kv-memory", type=int, default=2 << 30, help="bytes for keys and values of open sequences")
     parser.add_argument("--fake", action="store_true", help="a hashed language model without weights, for tests")

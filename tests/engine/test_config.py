@@ -111,6 +111,8 @@ def test_a_misspelt_environment_variable_is_refused() -> None:
         ({"server.host": "0.0.0.0"}, "server.host does not work: 0.0.0.0; it is not loopback"),
         ({"server.drain_seconds": -1.0}, "server.drain_seconds does not work: -1.0; use 0 or more"),
         ({"model.name": ""}, "model.name does not work: ''; name a model"),
+        ({"model.device": "tpu"}, "model.device does not work: tpu; use one of auto, cpu, cuda"),
+        ({"model.device": "cuda", "model.dtype": "int8"}, "model.dtype does not work: int8; int8 runs on the CPU alone"),
         ({"model.dtype": "int4"}, "model.dtype does not work: int4; use one of auto, int8, bfloat16, float32"),
         ({"model.threads": 0}, "model.threads does not work: 0; use 1 or more"),
         ({"model.kv_memory": 5}, "model.kv_memory does not work: 5; use at least 1 MiB"),
