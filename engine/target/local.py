@@ -102,7 +102,7 @@ class LocalTarget:
         self.meter = CostMeter()
         self.counts = Counts()
         self._model = model
-        self._batcher: Batcher[LocalSequence, StepResult | None] = Batcher(self._run, self._patience)
+        self._batcher: Batcher[LocalSequence, Verified | None] = Batcher(self._run, self._patience)
         self._admission = Admission(max_sequences, max_waiting)
         self._open: list[LocalSequence] = []
         self._num_opened = 0
@@ -212,23 +212,26 @@ class LocalTarget:
         return Names(tenant, self._secret)
 
     async def verify(self, sequence: LocalSequence, tree: CandidateTree) -> StepResult:
-        """One step of one sequence, in whatever pass it fits."""
-        while (result := await self._batcher.submit(sequence, tree)) is None:
+        """One step of one sequence, in whatever pass it fits.
+
+        Everybody walks for himself once the pass is done, so that a first answer is on its way while others are walked.
+        """
+        while (verified := await self._batcher.submit(sequence, tree)) is None:
             await self._read(sequence)
-        return result
+        return sequence.finish_step(verified)
 
     async def _read(self, sequence: LocalSequence) -> None:
         """Bring a sequence's tokens into its table, all but the last one, which is the root of its next tree."""
         while sequence.num_missing:
             await self._batcher.submit(sequence)
 
-    def _patience(self, works: list[Work[LocalSequence, StepResult | None]]) -> float:
+    def _patience(self, works: list[Work[LocalSequence, Verified | None]]) -> float:
         """How many seconds a pass of `works` should wait for others' trees."""
         there = {work.owner for work in works}
         num_late = sum(owner.is_expected for owner in self._open if owner not in there)
         return _PATIENCE * self._last_seconds * num_late / max(num_late + len(there), 1)
 
-    def _run(self, works: list[Work[LocalSequence, StepResult | None]]) -> list[StepResult | Exception | Later | None]:
+    def _run(self, works: list[Work[LocalSequence, Verified | None]]) -> list[Verified | Exception | Later | None]:
         """One pass. A tree is cut to what pays and to the KV memory left; who finds no memory for a root waits.
 
         Sequences that sent no tree in time step by their roots alone, and keep the token until they are asked.
@@ -236,7 +239,7 @@ class LocalTarget:
         A tree whose sequence lost its memory gets None, as does a wish to read on: the sequence knows how far it is.
         """
         start = time.perf_counter()
-        answers: list[StepResult | Exception | Later | None] = [LATER] * len(works)
+        answers: list[Verified | Exception | Later | None] = [LATER] * len(works)
         ready = self._find_room(works, answers)
         if not ready:
             return answers
@@ -264,20 +267,17 @@ class LocalTarget:
                 self.counts.num_unasked += 1
                 rows.owner.go_ahead(rows.tree, mine)
                 continue
-            try:
-                if rows.tree is None:
-                    rows.owner.finish_chunk(len(rows.tokens), rows.ask, mine)
-                    answers[rows.index] = None
-                else:
-                    others = self._last_rows - len(rows.tokens)
-                    curve = self.meter.share(rows.owner.table.length, len(trees), others) if tells else None
-                    answers[rows.index] = rows.owner.finish_step(rows.tree, mine, curve, seconds)
-            except Exception as error:  # one sequence's sampling is no other's concern
-                answers[rows.index] = error
+            if rows.tree is None:
+                rows.owner.finish_chunk(len(rows.tokens), rows.ask, mine)
+                answers[rows.index] = None
+            else:
+                others = self._last_rows - len(rows.tokens)
+                curve = self.meter.share(rows.owner.table.length, len(trees), others) if tells else None
+                answers[rows.index] = Verified(rows.tree, mine, curve, seconds)
         return answers
 
     def _find_room(
-        self, works: list[Work[LocalSequence, StepResult | None]], answers: list[StepResult | Exception | Later | None]
+        self, works: list[Work[LocalSequence, Verified | None]], answers: list[Verified | Exception | Later | None]
     ) -> list[int]:
         """Reserve memory, for trees a root's, for what is to be read all of it; who came first is asked first.
 
@@ -326,7 +326,7 @@ class LocalTarget:
         sequence.table.close()
         self.counts.num_preempted += 1
 
-    def _pack(self, works: list[Work[LocalSequence, StepResult | None]], ready: list[int]) -> list[_Packed]:
+    def _pack(self, works: list[Work[LocalSequence, Verified | None]], ready: list[int]) -> list[_Packed]:
         """The rows of a pass: a part of every text to be read, in turn, and all trees, cut together, with the roots of those
         that have not been asked to step. Nobody loses memory for these."""
         trees = [(i, works[i].owner, tree) for i in ready if (tree := works[i].tree) is not None]
@@ -401,6 +401,16 @@ class Counts:
     num_reused: int = 0
     num_preempted: int = 0
     num_unasked: int = 0
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a pass of so many `seconds` said about `tree`, which is to be walked before the next begins."""
+
+    tree: CandidateTree
+    said: Said
+    curve: CostCurve | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -544,13 +554,13 @@ class LocalSequence:
         self.is_expected = not self.num_ahead and not self._finished
         return followed.answer(None)
 
-    def finish_step(self, tree: CandidateTree, said: Said, curve: CostCurve | None, seconds: float) -> StepResult:
+    def finish_step(self, verified: Verified) -> StepResult:
         """Walk the verified tree, commit the accepted rows and answer."""
-        result = self._commit_step(tree, said)
+        result = self._commit_step(verified.tree, verified.said)
         self.is_expected = not self._finished
-        if curve is not None:
-            self.curve = curve
-        return replace(result, curve=curve, seconds=seconds)
+        if verified.curve is not None:
+            self.curve = verified.curve
+        return replace(result, curve=verified.curve, seconds=verified.seconds)
 
     def _commit_step(self, tree: CandidateTree, said: Said) -> StepResult:
         result = self._sampler.step(tree, said)
