@@ -290,6 +290,21 @@ def block_mask(layout: Layout, window: int) -> BlockMask:
     )
 
 
+def kernel_options(query: torch.Tensor, keys: torch.Tensor) -> dict[str, Any]:
+    """What FlexAttention's compiler cannot be left to choose, since it would not fit blocks of _QUERY_BLOCK rows and a page.
+
+    Its kernel for few rows takes all of them, for each head of a group, as one block; where these are more than a block of
+    rows, the other kernel must do. And that one likes 128 keys at a time for narrow heads of 2 bytes a number.
+    """
+    rows, dim = query.shape[2:]
+    options: dict[str, Any] = {}
+    if rows * (query.shape[1] // keys.shape[1]) > _QUERY_BLOCK:
+        options["FORCE_USE_FLEX_ATTENTION"] = True
+    if query.dtype.itemsize == 2 and dim <= 128:
+        options["BLOCK_N"] = BLOCK
+    return options
+
+
 _compiled: Callable[..., Any] | None = None
 
 
@@ -311,6 +326,8 @@ def flexible_attention(
             return cap * torch.tanh(score / cap)
 
     more: dict[str, Any] = {"return_aux": AuxRequest(lse=True)} if scores.sinks is not None else {}
+    if options := kernel_options(query, keys):
+        more["kernel_options"] = options
     found = run(query, keys, values, score_mod=bend, block_mask=mask, scale=scores.scale, enable_gqa=True, **more)
     if scores.sinks is None:
         return torch.as_tensor(found)

@@ -181,6 +181,17 @@ def test_all_choices_at_once_are_those_of_the_host() -> None:
         assert found[row] == expected, row
 
 
+def test_blocks_of_a_kernel_divide_those_of_the_mask() -> None:
+    """The kernel for few rows is left out where its one block of rows would be larger; 16-bit heads take a page at a time."""
+
+    def options(heads: int, rows: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        return cuda.kernel_options(torch.empty(1, heads, rows, dim, dtype=dtype), torch.empty(1, 4, 640, dim, dtype=dtype))
+
+    assert options(8, 64, 128) == {"BLOCK_N": BLOCK}
+    assert options(16, 64, 128) == {"BLOCK_N": BLOCK, "FORCE_USE_FLEX_ATTENTION": True}
+    assert options(4, 64, 64, torch.float32) == {} == options(4, 16, 256)
+
+
 def test_numbers_of_rows_come_in_sizes() -> None:
     """A pass is filled up to the next size, beyond the largest to a multiple of it."""
     assert [cuda.bucket(n) for n in (1, 3, 64, 65, 129)] == [1, 4, 64, 128, 192]
