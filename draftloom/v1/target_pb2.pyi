@@ -104,12 +104,12 @@ class StepRequest(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     position: int
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    probs: _containers.RepeatedScalarFieldContainer[float]
-    sources: _containers.RepeatedScalarFieldContainer[int]
-    roles: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., probs: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[int]] = ..., roles: _Optional[_Iterable[int]] = ...) -> None: ...
+    tokens: bytes
+    parents: bytes
+    probs: bytes
+    sources: bytes
+    roles: bytes
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., probs: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., roles: _Optional[bytes] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("path", "tokens", "finish", "verified", "feedback", "logprobs", "curve", "seconds")
@@ -121,15 +121,15 @@ class StepResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CURVE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    path: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
+    path: bytes
+    tokens: bytes
     finish: _generation_pb2.FinishReason
-    verified: _containers.RepeatedScalarFieldContainer[int]
+    verified: bytes
     feedback: Feedback
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
     curve: CostCurve
     seconds: float
-    def __init__(self, path: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., verified: _Optional[_Iterable[int]] = ..., feedback: _Optional[_Union[Feedback, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., curve: _Optional[_Union[CostCurve, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, path: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., finish: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., verified: _Optional[bytes] = ..., feedback: _Optional[_Union[Feedback, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., curve: _Optional[_Union[CostCurve, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StepRefused(_message.Message):
     __slots__ = ("message",)
@@ -144,12 +144,12 @@ class Feedback(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
-    nodes: _containers.RepeatedScalarFieldContainer[int]
-    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    nodes: bytes
+    top_ids: bytes
     top_k: int
-    parents: _containers.RepeatedScalarFieldContainer[int]
+    parents: bytes
     num_lookahead: int
-    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_k: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., num_lookahead: _Optional[int] = ...) -> None: ...
+    def __init__(self, nodes: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_k: _Optional[int] = ..., parents: _Optional[bytes] = ..., num_lookahead: _Optional[int] = ...) -> None: ...
 
 class CostCurve(_message.Message):
     __slots__ = ("rows", "seconds")

@@ -1,13 +1,14 @@
 """target.proto <-> the dataclasses of `engine.target`; one pair of functions for each message, the same names on both sides.
 
-Arrays travel as packed numbers. Whoever receives checks that numbers fit the arrays they go into and that parallel arrays are
-of one length; whether a tree or a request makes sense is the target's business.
+Arrays of a step travel as the bytes they are; whoever receives has copies of his own. Whether a tree or a request makes sense,
+parallel arrays of one length among it, is the target's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from engine.errors import ConfigError, InvalidRequest
 from engine.target import Logprobs, SequenceRequest, StepResult, TargetInfo, TargetStatus
 from engine.tree import CandidateTree, CostCurve
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of target.proto; one more with every change that an older engine or worker would misread."""
 
 FINISHES = {
@@ -28,6 +29,8 @@ FINISHES = {
     LENGTH: generation_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_NAMES = {reason: name for name, reason in FINISHES.items()}
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 def ids_array(ids: Iterable[int], field: str) -> NDArray[np.int32]:
@@ -149,38 +152,48 @@ def open_from_wire(message: target_pb2.OpenRequest) -> SequenceRequest:
 # Steps.
 
 
+INT32, INT64, FLOAT32, UINT8 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4"), np.dtype("u1")
+
+
+def array_to_wire(array: NDArray[Number], dtype: np.dtype[Number]) -> bytes:
+    """The numbers, row after row."""
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def array_from_wire(numbers: bytes, dtype: np.dtype[Number]) -> NDArray[Number]:
+    """A writable array [n] in this machine's byte order. Raises ValueError for bytes that are no such numbers."""
+    return np.frombuffer(numbers, dtype).astype(dtype.type)
+
+
 def tree_to_wire(tree: CandidateTree) -> target_pb2.StepRequest:
     return target_pb2.StepRequest(
         position=tree.position,
-        tokens=tree.tokens.tolist(),
-        parents=tree.parents.tolist(),
-        probs=tree.probs.tolist(),
-        sources=tree.sources.tolist(),
-        roles=tree.roles.tolist(),
+        tokens=array_to_wire(tree.tokens, INT32),
+        parents=array_to_wire(tree.parents, INT32),
+        probs=array_to_wire(tree.probs, FLOAT32),
+        sources=array_to_wire(tree.sources, INT64),
+        roles=array_to_wire(tree.roles, UINT8),
     )
 
 
 def tree_from_wire(message: target_pb2.StepRequest) -> CandidateTree:
-    """Raises ValueError for a number that fits no array; the target validates the rest."""
-    try:
-        return CandidateTree(
-            np.array(message.tokens, np.int32),
-            np.array(message.parents, np.int32),
-            np.array(message.probs, np.float32),
-            np.array(message.sources, np.int64),
-            np.array(message.roles, np.uint8),
-            message.position,
-        )
-    except OverflowError as error:
-        raise ValueError(f"tree has a number that is too large: {error}") from None
+    """Raises ValueError for bytes that are no numbers; the target validates the rest."""
+    return CandidateTree(
+        array_from_wire(message.tokens, INT32),
+        array_from_wire(message.parents, INT32),
+        array_from_wire(message.probs, FLOAT32),
+        array_from_wire(message.sources, INT64),
+        array_from_wire(message.roles, UINT8),
+        message.position,
+    )
 
 
 def step_to_wire(result: StepResult) -> target_pb2.StepResponse:
     return target_pb2.StepResponse(
-        path=result.path.tolist(),
-        tokens=result.tokens.tolist(),
+        path=array_to_wire(result.path, INT32),
+        tokens=array_to_wire(result.tokens, INT32),
         finish=FINISHES[result.finish],
-        verified=result.verified.tolist(),
+        verified=array_to_wire(result.verified, INT32),
         feedback=feedback_to_wire(result.feedback),
         logprobs=logprobs_to_wire(result.logprobs),
         curve=None if result.curve is None else curve_to_wire(result.curve),
@@ -191,10 +204,10 @@ def step_to_wire(result: StepResult) -> target_pb2.StepResponse:
 def step_from_wire(message: target_pb2.StepResponse) -> StepResult:
     """`logprobs` is None if the message has none; a step emits a token at least, so none were asked for."""
     return StepResult(
-        path=np.array(message.path, np.int32),
-        tokens=np.array(message.tokens, np.int32),
+        path=array_from_wire(message.path, INT32),
+        tokens=array_from_wire(message.tokens, INT32),
         finish=_FINISH_NAMES[message.finish],
-        verified=np.array(message.verified, np.int32),
+        verified=array_from_wire(message.verified, INT32),
         feedback=feedback_from_wire(message.feedback),
         logprobs=logprobs_from_wire(message.logprobs),
         curve=curve_from_wire(message.curve) if message.HasField("curve") else None,
@@ -204,20 +217,19 @@ def step_from_wire(message: target_pb2.StepResponse) -> StepResult:
 
 def feedback_to_wire(feedback: Feedback) -> target_pb2.Feedback:
     return target_pb2.Feedback(
-        nodes=feedback.nodes.tolist(),
-        top_ids=feedback.top_ids.ravel().tolist(),
+        nodes=array_to_wire(feedback.nodes, INT32),
+        top_ids=array_to_wire(feedback.top_ids, INT32),
         top_k=feedback.top_ids.shape[1],
-        parents=feedback.parents.tolist(),
+        parents=array_to_wire(feedback.parents, INT32),
         num_lookahead=feedback.num_lookahead,
     )
 
 
 def feedback_from_wire(message: target_pb2.Feedback) -> Feedback:
-    top_k = message.top_k
     return Feedback(
-        top_ids=np.array(message.top_ids, np.int32).reshape(-1, top_k) if top_k else np.zeros((0, 0), np.int32),
-        nodes=np.array(message.nodes, np.int32),
-        parents=np.array(message.parents, np.int32),
+        top_ids=array_from_wire(message.top_ids, INT32).reshape((-1, message.top_k) if message.top_k else (0, 0)),
+        nodes=array_from_wire(message.nodes, INT32),
+        parents=array_from_wire(message.parents, INT32),
         num_lookahead=message.num_lookahead,
     )
 

@@ -145,10 +145,24 @@ def test_a_status_survives_the_wire_and_adds_up() -> None:
     assert TargetStatus.together([]) == TargetStatus(num_workers=0)
 
 
-def test_numbers_too_large_for_an_array_are_refused() -> None:
+def test_arrays_are_little_endian_bytes() -> None:
+    """What stands in target.proto: numbers of the type said there, the lowest byte first, whatever the order in memory."""
+    tree = CandidateTree(*(np.array([1], dtype) for dtype in (">i4", np.int32, np.float32, np.int64, np.uint8)), 7)
+    message = target_wire.tree_to_wire(tree)
+    columns = (message.tokens, message.parents, message.probs, message.sources, message.roles)
+    assert [column.hex() for column in columns] == ["01000000", "01000000", "0000803f", "0100000000000000", "01"]
+    arrived = target_wire.tree_from_wire(message)
+    assert all(getattr(arrived, name).flags.writeable for name in ("tokens", "parents", "probs", "sources", "roles"))
+
+
+def test_bytes_that_are_no_numbers_are_refused() -> None:
+    """A number that was cut in two is an error, not a shorter array."""
+    with pytest.raises(ValueError, match="multiple of element size"):
+        target_wire.tree_from_wire(target_pb2.StepRequest(tokens=b"\1\0\0", parents=b"\xff" * 4, probs=b"\0" * 4))
+
+
+def test_ids_too_large_are_refused() -> None:
     """A token id beyond int32 is an error of its own, not a wrapped number."""
-    with pytest.raises(ValueError, match="too large"):
-        target_wire.tree_from_wire(target_pb2.StepRequest(tokens=[1 << 31], parents=[-1], probs=[1], sources=[0], roles=[0]))
     with pytest.raises(InvalidRequest, match="too large"):
         target_wire.open_from_wire(target_pb2.OpenRequest(prompt=[1 << 31]))
 
