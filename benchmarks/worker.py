@@ -37,7 +37,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from _common import AUTO, console, forget, load_target, make_engine, price
+from _common import AUTO, console, forget, load_target, make_engine
 from complete import make_pair, prompts
 from rich.table import Table
 
@@ -196,7 +196,6 @@ async def indexed_engine(model: str, target: Any, tokenizer: Any, text: str) -> 
         _, indexed, _ = make_pair("pydantic")
         build("bench", [indexed], tokenizer, Catalog(store))
         engine = make_engine(model, target, tokenizer, store, nodes=AUTO)
-        price(target, AUTO)
         await answer(engine, text, 8, True)  # compiles what was not yet
         yield engine
         await engine.close()
