@@ -72,6 +72,16 @@ def test_drafts_change_nothing(name: str, num_logprobs: int) -> None:
     assert same(speculate(fake(target), request, sources, max_nodes=60)[0], plain)
 
 
+def test_stop_ids_are_masked_until_enough_is_said() -> None:
+    """Half of the vocabulary ends the answer, but not before the eighth token: logits first, then ids, as one at a time."""
+    target = device("llama")
+    request = request_of(PROMPT, SamplingParams(0.9, seed=2), min_tokens=8, stop_ids=range(48))
+    exact = decode_plainly(fake(target), request)
+    assert exact.finish == "stop" and len(exact.tokens) > 8
+    for drafts in ({}, {"partial": sources_for(fake(target), PROMPT, exact.tokens)["partial"]}):
+        assert speculate(fake(target), request, drafts)[0] == exact
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_drafts_change_nothing_on_other_models(name: str, attention: str) -> None:
