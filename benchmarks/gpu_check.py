@@ -57,6 +57,7 @@ console = Console(stderr=True)
 TINY = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "pad_token_id": None,
+    "initializer_range": 0.25,  # large, so that whatever a row sees wrongly shows
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
