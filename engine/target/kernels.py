@@ -10,6 +10,7 @@ Arrays are float32 unless said otherwise. Twins: `tests/engine/oracles_target.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,20 +61,111 @@ def exp_rows(x: Any, out: Any) -> None:
         bits[i] += np.int32(k) << 23
 
 
+def _vector(builder: Any, number: Any) -> Any:
+    """A vector of LANES times the same number, in LLVM's terms."""
+    nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _vector_exp(builder: Any, x: Any) -> Any:
+    """e^x for a vector in LLVM's terms, step by step as in `exp_rows`, with the same bits."""
+    kind, words = x.type, ir.VectorType(ir.IntType(32), x.type.count)
+
+    def every(value: Any) -> Any:
+        return ir.Constant(kind, [float(value)] * kind.count)
+
+    def both(first: Any, factor: Any, last: Any) -> Any:
+        return builder.fadd(builder.fmul(first, factor), last)
+
+    low, high = every(-87.0), every(88.0)
+    z = builder.select(builder.fcmp_ordered("<", x, low), low, x)  # a NaN stays one
+    z = builder.select(builder.fcmp_ordered(">", z, high), high, z)
+    k = builder.fsub(both(z, every(_LOG2_E), every(_ROUND)), every(_ROUND))
+    r = builder.fsub(builder.fsub(z, builder.fmul(k, every(_LN2_HIGH))), builder.fmul(k, every(_LN2_LOW)))
+    s = every(_EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        s = both(s, r, every(term))
+    power = builder.fadd(both(builder.fmul(s, r), r, r), every(1.0))
+    exponent = builder.shl(builder.fptosi(k, words), ir.Constant(words, [23] * kind.count))
+    return builder.bitcast(builder.add(builder.bitcast(power, words), exponent), kind)
+
+
+def _sum_over(builder: Any, address: Any, num: Any, change: Callable[[Any], Any] | None = None) -> Any:
+    """The sum of `num` numbers at an address by index modulo LANES, then the lanes in order, in LLVM's terms.
+
+    With `change` (vector to vector) they become what it makes of them first, in their place. Loops over arrays would add up
+    number by number: the compiler sees no use in vectors for so short ones.
+    """
+    index, number = ir.IntType(64), ir.FloatType()
+    kind, yes = ir.VectorType(number, LANES), ir.VectorType(ir.IntType(1), LANES)
+    zeros = ir.Constant(kind, [0.0] * LANES)
+    lanes = cgutils.alloca_once_value(builder, zeros)
+
+    def function(name: str, result: Any, operands: list[Any]) -> Any:
+        return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(result, operands), name)
+
+    def place(first: Any) -> Any:
+        return builder.inttoptr(builder.add(address, builder.mul(first, index(4))), kind.as_pointer())
+
+    full = builder.and_(num, index(-LANES))
+    with cgutils.for_range_slice(builder, index(0), full, index(LANES), intp=index) as (first, _):
+        here = place(first)
+        x = builder.load(here, align=4)
+        if change is not None:
+            x = change(x)
+            builder.store(x, here, align=4)
+        builder.store(builder.fadd(builder.load(lanes), x), lanes)
+    with builder.if_then(builder.icmp_signed("<", full, num)):
+        counts = ir.Constant(ir.VectorType(index, LANES), list(range(LANES)))
+        inside = builder.icmp_signed("<", counts, _vector(builder, builder.sub(num, full)))
+        here, align = place(full), ir.IntType(32)(4)
+        load = function("llvm.masked.load.v16f32.p0", kind, [here.type, align.type, yes, kind])
+        x = builder.call(load, [here, align, inside, zeros])
+        if change is not None:
+            x = builder.select(inside, change(x), zeros)
+            store = function("llvm.masked.store.v16f32.p0", ir.VoidType(), [kind, here.type, align.type, yes])
+            builder.call(store, [x, here, align, inside])
+        builder.store(builder.fadd(builder.load(lanes), x), lanes)
+    total = number(0.0)
+    for lane in range(LANES):
+        total = builder.fadd(total, builder.extract_element(builder.load(lanes), ir.IntType(32)(lane)))
+    return total
+
+
+@intrinsic
+def _sum_at(typing: Any, address: Any, num: Any) -> Any:
+    """`_sum_over` as it is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _sum_over(builder, *args)
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def _exp_at(typing: Any, address: Any, num: Any, top: Any) -> Any:
+    """x becomes e^(x - top) for `num` numbers at an address, with the bits of `exp_rows`; returns their sum as `_sum_at` has
+    it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, num, top = args
+        tops = _vector(builder, top)
+        return _sum_over(builder, address, num, lambda x: _vector_exp(builder, builder.fsub(x, tops)))
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
 @_jit
 def _sum(x: Any) -> Any:
     """Sum of a 1-D array by index modulo 16, then the lanes in order. The order depends on positions only."""
-    lanes = np.zeros(LANES, np.float32)
-    full = len(x) // LANES * LANES
-    for i in range(0, full, LANES):
-        for j in range(LANES):
-            lanes[j] += x[i + j]
-    for i in range(full, len(x)):
-        lanes[i - full] += x[i]
-    total = np.float32(0.0)
-    for j in range(LANES):
-        total += lanes[j]
-    return total
+    return _sum_at(x.ctypes.data, len(x))
+
+
+@_jit
+def _exp_from(x: Any, top: Any) -> Any:
+    """x = e^(x - top) for a 1-D array, in place; returns its `_sum`."""
+    return _exp_at(x.ctypes.data, len(x), top)
 
 
 @_jit
@@ -148,10 +240,39 @@ def spread(x: Any, spare: Any) -> Any:
     return x
 
 
+@intrinsic
+def _halve(typing: Any, x: Any, sums: Any, differences: Any, num: Any) -> Any:
+    """Sums and differences of `num` pairs of neighbours from an address on, to two others: whole vectors of them. Returns how
+    many pairs that were."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        index, number = ir.IntType(64), ir.FloatType()
+        kind = ir.VectorType(number, LANES)
+        x, sums, differences, num = args
+
+        def place(base: Any, first: Any) -> Any:
+            return builder.inttoptr(builder.add(base, builder.mul(first, index(4))), kind.as_pointer())
+
+        def every_other(low: Any, high: Any, first: int) -> Any:
+            which = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(first, 2 * LANES, 2)))
+            return builder.shuffle_vector(low, high, which)
+
+        full = builder.and_(num, index(-LANES))
+        with cgutils.for_range_slice(builder, index(0), full, index(LANES), intp=index) as (first, _):
+            twice = builder.add(first, first)
+            low, high = (builder.load(place(x, at), align=4) for at in (twice, builder.add(twice, index(LANES))))
+            left, right = every_other(low, high, 0), every_other(low, high, 1)
+            builder.store(builder.fadd(left, right), place(sums, first), align=4)
+            builder.store(builder.fsub(left, right), place(differences, first), align=4)
+        return full
+
+    return types.int64(*[types.int64] * 4), generate
+
+
 @_jit
 def _sums_and_differences(x: Any, sums: Any, differences: Any) -> None:
-    """Of neighbours, x [2 n]: a step of `spread`. With arrays of their own the results vectorize."""
-    for i in range(len(sums)):
+    """Of neighbours, x [2 n]: a step of `spread`, with arrays of their own for the results."""
+    for i in range(_halve(x.ctypes.data, sums.ctypes.data, differences.ctypes.data, len(sums)), len(sums)):
         left, right = x[2 * i], x[2 * i + 1]
         sums[i] = left + right
         differences[i] = left - right
@@ -224,13 +345,6 @@ def checksum(words: Any) -> Any:
 # ---- int8 products
 
 
-def _spread(builder: Any, number: Any) -> Any:
-    """A vector of LANES times the same number, in LLVM's terms."""
-    nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
-    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
-
-
 def _dot_tile(instruction: str) -> Any:
     """A register tile of an int8 product: sums[r, :] += a[r] . b, for up to TILE_ROWS rows.
 
@@ -240,9 +354,7 @@ def _dot_tile(instruction: str) -> Any:
     """
 
     @intrinsic
-    def product(
-        typing: Any, rows: Any, a: Any, a_stride: Any, b: Any, steps: Any, early: Any, pace: Any, sums: Any
-    ) -> Any:
+    def product(typing: Any, rows: Any, a: Any, a_stride: Any, b: Any, steps: Any, early: Any, pace: Any, sums: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             byte, word, index = ir.IntType(8), ir.IntType(32), ir.IntType(64)
             words, quads = ir.VectorType(word, LANES), ir.VectorType(byte, 4 * LANES)
@@ -308,7 +420,7 @@ def _dot_tile(instruction: str) -> Any:
                     four = builder.add(a, builder.mul(loop.index, index(4)))
                     for r in range(count):
                         one = builder.load(pointer(four, builder.mul(a_stride, index(r)), word), align=4)
-                        same = builder.bitcast(_spread(builder, one), quads)
+                        same = builder.bitcast(_vector(builder, one), quads)
                         for v in vectors:
                             builder.store(add_products(builder.load(totals[r, v]), same, line[v]), totals[r, v])
                 for cell, place in cells.items():
@@ -320,29 +432,6 @@ def _dot_tile(instruction: str) -> Any:
         return types.void(*[types.int64] * 8), generate
 
     return product
-
-
-def _vector_exp(builder: Any, x: Any) -> Any:
-    """e^x for a vector in LLVM's terms, step by step as in `exp_rows`, with the same bits."""
-    kind, words = x.type, ir.VectorType(ir.IntType(32), x.type.count)
-
-    def every(value: Any) -> Any:
-        return ir.Constant(kind, [float(value)] * kind.count)
-
-    def both(first: Any, factor: Any, last: Any) -> Any:
-        return builder.fadd(builder.fmul(first, factor), last)
-
-    low, high = every(-87.0), every(88.0)
-    z = builder.select(builder.fcmp_ordered(">", x, low), x, low)
-    z = builder.select(builder.fcmp_ordered("<", z, high), z, high)
-    k = builder.fsub(both(z, every(_LOG2_E), every(_ROUND)), every(_ROUND))
-    r = builder.fsub(builder.fsub(z, builder.fmul(k, every(_LN2_HIGH))), builder.fmul(k, every(_LN2_LOW)))
-    s = every(_EXP_TERMS[0])
-    for term in _EXP_TERMS[1:]:
-        s = both(s, r, every(term))
-    power = builder.fadd(both(builder.fmul(s, r), r, r), every(1.0))
-    exponent = builder.shl(builder.fptosi(k, words), ir.Constant(words, [23] * kind.count))
-    return builder.bitcast(builder.add(builder.bitcast(power, words), exponent), kind)
 
 
 @intrinsic
@@ -370,14 +459,13 @@ def _finish_rows(
             return builder.load(pointer(base, kind, half), align=4)
 
         offsets, scales, biases = (
-            [load(base, kind, half) for half in halves]
-            for base, kind in ((offset, words), (scale, numbers), (bias, numbers))
+            [load(base, kind, half) for half in halves] for base, kind in ((offset, words), (scale, numbers), (bias, numbers))
         )
         one = ir.Constant(numbers, [1.0] * LANES)
         with cgutils.for_range(builder, rows, intp=index) as loop:
             place = builder.add(sums, builder.mul(loop.index, index(4 * PANEL)))
             mine = builder.load(pointer(builder.add(factor, builder.mul(loop.index, index(4))), number), align=4)
-            row_factor = _spread(builder, mine)
+            row_factor = _vector(builder, mine)
             values = []
             for half in halves:
                 exact = builder.sitofp(builder.sub(load(place, words, half), offsets[half]), numbers)
@@ -592,7 +680,7 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
                 line = [builder.load(place(b, b_stride, loop.index, v * LANES), align=4) for v in range(num_vectors)]
                 for r in range(num_rows):
                     one = builder.load(builder.gep(a, [builder.add(builder.mul(a_stride, index(r)), loop.index)]))
-                    factor = _spread(builder, one)
+                    factor = _vector(builder, one)
                     for v in range(num_vectors):
                         builder.store(builder.call(fma, [factor, line[v], builder.load(sums[r, v])]), sums[r, v])
             for r, v in cells:
@@ -604,10 +692,8 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
     return accumulate
 
 
-_tile_4x4 = _tile(4, 4)
-_tile_1x4 = _tile(1, 4)
-_tile_4x1 = _tile(4, 1)
-_tile_1x1 = _tile(1, 1)
+_tile_6x4, _tile_4x4, _tile_3x4, _tile_2x4, _tile_1x4 = (_tile(rows, 4) for rows in (6, 4, 3, 2, 1))
+_tile_4x1, _tile_1x1 = _tile(4, 1), _tile(1, 1)
 
 
 @_jit
@@ -622,17 +708,27 @@ def _multiply_add(a: Any, b: Any, c: Any) -> None:
         row = 0
         while row < num:
             from_a, from_b, to_c = at_a + 4 * row * a_stride, at_b + 4 * column, at_c + 4 * (row * c_stride + column)
-            if row + 4 <= num:
-                if wide:
-                    _tile_4x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
-                else:
-                    _tile_4x1(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+            left = num - row
+            if not wide and left >= 4:
+                _tile_4x1(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
                 row += 4
+            elif not wide:
+                _tile_1x1(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+                row += 1
+            elif left >= 6:
+                _tile_6x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+                row += 6
+            elif left >= 4:
+                _tile_4x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+                row += 4
+            elif left == 3:
+                _tile_3x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+                row += 3
+            elif left == 2:
+                _tile_2x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+                row += 2
             else:
-                if wide:
-                    _tile_1x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
-                else:
-                    _tile_1x1(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
+                _tile_1x4(from_a, a_stride, from_b, b_stride, to_c, c_stride, depth)
                 row += 1
         column += 64 if wide else 16
 
@@ -693,11 +789,10 @@ def _softmax(
         for s in range(len(shifted)):
             everything[s] = softcap * (_ONE - _TWO / (everything[s] + _ONE))
     top = max(_highest(everything[low:]), sink)
-    for s in range(len(shifted)):
-        shifted[s] = everything[s] - top
-    exp_rows(shifted, everything)
-    everything[:low] = np.float32(0.0)
-    total = _sum(everything)
+    total = _exp_from(everything, top)
+    if low > 0:
+        everything[:low] = np.float32(0.0)
+        total = _sum(everything)
     if sink > np.float32(-np.inf):
         one = np.empty((2, 1), np.float32)
         one[0, 0] = sink - top

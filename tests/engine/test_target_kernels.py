@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from engine.target import kernels, threads
-from engine.target.kernels import BLOCK
+from engine.target.kernels import BLOCK, LANES
 from engine.target.quantize import Int8Matrix, Packed
 from tests.engine import oracles_target as oracles
 from tests.engine import tiny
@@ -44,6 +44,34 @@ def test_exp_is_close_and_the_same_at_every_index() -> None:
     kernels.exp_rows(edge, found)
     assert found[3] == 1.0 and (found[:3] == found[0]).all() and (found[4:] == found[6]).all()
     assert 0 < found[0] < 2e-38 and 1.6e38 < found[6] < np.inf
+
+
+@pytest.mark.parametrize("length", [1, 5, 15, 16, 17, 64, 801])
+def test_exponentials_and_their_sum_in_one_go_are_those_of_each_kernel(length: int) -> None:
+    """`_exp_from` has the bits of `exp_rows` and of `_sum`, whatever is left over behind whole vectors; a NaN stays one."""
+    x, out = random(length, scale=9.0), np.empty(length, np.float32)
+    top = x.max()
+    kernels.exp_rows(x - top, out)
+    behind = np.concatenate([x, np.full(LANES, 7.0, np.float32)])
+    assert kernels._exp_from(behind[:length], top) == kernels._sum(out) == oracles.ordered_sum(out)
+    assert np.array_equal(behind, np.concatenate([out, np.full(LANES, 7.0, np.float32)])), "and nothing beyond is touched"
+    x[length // 2] = np.nan
+    assert np.isnan(kernels._exp_from(x, np.float32(0.0))) and np.isnan(x[length // 2])
+
+
+@pytest.mark.parametrize("columns", [16, 64, 80])
+def test_products_of_any_number_of_rows_are_those_of_each_row_alone(columns: int) -> None:
+    """Every height of tile gives the same bits: one chain of fused multiply-adds for each number, in order."""
+    a, b = random(17, 9), random(9, columns, seed=1)
+    alone = random(17, columns, seed=2)
+    expected = alone + a.astype(np.float64) @ b
+    together = [alone[:rows].copy() for rows in range(1, 18)]
+    for row in range(17):
+        kernels._multiply_add(a[row : row + 1], b, alone[row : row + 1])
+    for found in together:
+        kernels._multiply_add(a[: len(found)], b, found)
+        assert np.array_equal(found, alone[: len(found)])
+    assert np.allclose(alone, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
