@@ -182,14 +182,16 @@ def largest_difference(plain: Any, device: Device) -> float:
 
 
 def wrong_choices(device: torch.device) -> int:
-    """Of 64 choices, greedy and sampled, how many are not the host's."""
+    """Of 64 choices, greedy and sampled, half of them with a top_k and top_p, how many are not the host's."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((64, 5000)).astype(np.float32) * 3
     heat, seeds, places = np.arange(64) % 4 / 3, rng.integers(1 << 64, size=64, dtype=np.uint64), rng.integers(9999, size=64)
-    found = cuda.choose_all(torch.from_numpy(logits).to(device), Choices(heat, np.zeros(64), seeds, places)).cpu().numpy()
+    k, p = np.arange(64) // 32 * 40, 1 - np.arange(64) // 32 * 0.1
+    choices = Choices(heat, k, p, np.zeros(64), seeds, places)
+    (found,) = cuda.fetch(cuda.choose_all(torch.from_numpy(logits).to(device), choices))
     scratch = np.empty(5000), np.empty(5000), np.empty(5000, np.bool_)
     right = [
-        int(core_kernels.choose(row, heat[i], 0, 1.0, 0.0, seeds[i], places[i], *scratch)) if heat[i] else int(row.argmax())
+        int(core_kernels.choose(row, heat[i], k[i], p[i], 0.0, seeds[i], places[i], *scratch)) if heat[i] else int(row.argmax())
         for i, row in enumerate(logits)
     ]
     return int(np.count_nonzero(found != right))

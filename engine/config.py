@@ -80,12 +80,12 @@ class ModelSettings:
     )
     device: str = setting(
         "auto",
-        "Where the model runs: `cpu`, or `cuda`, a GPU that torch sees (of several the first of CUDA_VISIBLE_DEVICES); `auto` is "
-        "cuda where there is one, unless `dtype` is int8.",
+        "Where the model runs: `cpu`, or `cuda`, a GPU that torch sees (of several the first in CUDA_VISIBLE_DEVICES); "
+        "`auto` is cuda where there is one, unless `dtype` is int8.",
     )
     dtype: str = setting(
         "auto",
-        "Number format of the weights: `int8` (on a CPU), `bfloat16`, `float32`; `auto` is int8 on a CPU and bfloat16 on a GPU. "
+        "Number format of the weights: `int8` (on a CPU), `bfloat16`, `float32`; `auto` is int8 on a CPU, bfloat16 on a GPU. "
         "Only int8 is strict: equal bit for bit, whatever else is served.",
     )
     threads: int | None = setting(
@@ -99,7 +99,8 @@ class ModelSettings:
     worker: tuple[str, ...] = setting(
         (),
         "Addresses of workers that run already (`host:port` or `unix:/path`), all with the same model; see `draftloom worker`. "
-        "Unset, the server starts one and ends it. With them, `device`, `dtype`, `threads` and `kv_memory` are the workers' own affair.",
+        "Unset, the server starts one and ends it. With them, `device`, `dtype`, `threads` and `kv_memory` are the workers' "
+        "own affair.",
     )
     worker_patience: float = setting(
         10.0,

@@ -437,7 +437,8 @@ def _power(count: int) -> int:
 def choose_all(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
     """int64 [n], on the device: what sample and match says after every row of logits [n, vocab] (`engine.kernels.choose`).
 
-    Where no row is sampled this is one argmax; else the noise of sampled rows is computed, in float64 as everywhere.
+    Where no row is sampled this is one argmax; else the noise of sampled rows is computed, in float64 as everywhere, and scores
+    are sorted for those with a top_k or top_p.
     """
     scores = torch.where(logits.isnan(), -torch.inf, logits.float())
     ids = scores.argmax(1)
@@ -445,21 +446,39 @@ def choose_all(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
     if not len(sampled):
         return ids
 
-    def there(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array[sampled])).to(logits.device, non_blocking=True)[:, None]
+    def there(array: NDArray[Any], rows: NDArray[np.int64] = sampled) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array[rows])).to(logits.device, non_blocking=True)[:, None]
 
-    rows = torch.from_numpy(sampled).to(logits.device, non_blocking=True)
-    some = scores[rows].double()
-    scale = there(np.minimum(1 / np.maximum(choices.temperature, 1e-300), 1e300))
+    rows = there(np.arange(len(ids)))[:, 0]
+    some = scores[rows]
+    highest = some.amax(1, keepdim=True)
+    z = (some.double() - highest.double()) * there(np.minimum(1 / np.maximum(choices.temperature, 1e-300), 1e300))
     with np.errstate(divide="ignore"):
-        least = there(np.log(choices.min_p))
-    z = (some - some.amax(1, keepdim=True)) * scale
+        left = z >= there(np.log(choices.min_p))
+    ordered = np.flatnonzero((choices.top_k[sampled] > 0) | (choices.top_p[sampled] < 1))
+    if len(ordered):
+        which = torch.from_numpy(ordered).to(logits.device, non_blocking=True)
+        some_k, some_p = there(choices.top_k, sampled[ordered]), there(choices.top_p, sampled[ordered])
+        left[which] &= _support(some[which], z[which], some_k, some_p)
     tokens = torch.arange(some.shape[1], device=logits.device)
     race = z + noise.gumbel(there(choices.seed.view(np.int64)), there(choices.position), tokens)
-    finite = some.amax(1).isfinite()
-    best = torch.where(z >= least, race, -torch.inf).argmax(1)
-    ids[rows] = torch.where(finite, best, ids[rows])
+    best = torch.where(left, race, -torch.inf).argmax(1)
+    ids[rows] = torch.where(highest[:, 0].isfinite(), best, ids[rows])
     return ids
+
+
+def _support(scores: torch.Tensor, z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """bool [n, vocab]: what top_k (0: all) and then top_p leave, by falling score, among equals by rising id.
+
+    `scores` float32 and `z` float64, which rise with them, [n, vocab]; `top_k` and `top_p` [n, 1].
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    inside = (rank < top_k) | (top_k == 0)
+    weight = torch.where(inside, z.gather(1, order).exp(), 0)
+    covered = weight.cumsum(1)
+    inside &= (covered - weight < top_p * covered[:, -1:]) | (top_p == 1)
+    return torch.zeros_like(inside).scatter(1, order, inside)
 
 
 def likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ either the logits or what they lead to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +65,15 @@ def check_step(tree: CandidateTree, info: TargetInfo, root: int, position: int, 
 
 @dataclass(frozen=True)
 class Choices:
-    """How the token after each row is chosen by the rule alone, without processors: `temperature` and `min_p` float64, `seed`
-    uint64, `position` int64 [n].
+    """How the token after each row is chosen from its logits alone, without processors of the path: `temperature`, `top_p` and
+    `min_p` float64, `top_k` int64, `seed` uint64, `position` int64 [n], as in `SamplingParams`.
 
     `position` is that of the token to choose: the row's own plus one.
     """
 
     temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     seed: NDArray[np.uint64]
     position: NDArray[np.int64]
@@ -85,6 +87,8 @@ class Choices:
         n = len(position)
         return Choices(
             np.full(n, params.temperature, np.float64),
+            np.full(n, params.top_k, np.int64),
+            np.full(n, params.top_p, np.float64),
             np.full(n, params.min_p, np.float64),
             np.full(n, params.seed, np.uint64),
             position,
@@ -98,8 +102,8 @@ class Choices:
     @staticmethod
     def together(parts: Sequence[Choices]) -> Choices:
         """One after the other."""
-        each = [(part.temperature, part.min_p, part.seed, part.position) for part in parts]
-        return Choices(*(np.concatenate(arrays) for arrays in zip(*each, strict=True)))
+        each = zip(*([getattr(part, field.name) for field in fields(Choices)] for part in parts), strict=True)
+        return Choices(*(np.concatenate(arrays) for arrays in each))
 
 
 @dataclass(frozen=True)
@@ -178,13 +182,11 @@ class Sampler:
         )
 
     def ask(self, tree: CandidateTree) -> Ask:
-        """What to ask about the rows of `tree`, the next to be stepped. Logits are needed where choices depend on more than
-        their own row (penalties), on an order of all scores (top_k, top_p), on a bias or a mask, and for log-probabilities."""
-        params = self._params
-        ordered = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-        if self._penalized or ordered or len(self._bias_ids) or self._masks(0) or self._num_logprobs >= 0:
+        """What to ask about the rows of `tree`, the next to be stepped. Logits are needed where a processor changes them
+        (penalties, a bias, masked stop ids), and for log-probabilities."""
+        if self._penalized or len(self._bias_ids) or self._masks(0) or self._num_logprobs >= 0:
             return Ask(len(tree), self._top_k, None)
-        return Ask(len(tree), self._top_k, Choices.of(params, tree.position + 1 + tree.depths().astype(np.int64)))
+        return Ask(len(tree), self._top_k, Choices.of(self._params, tree.position + 1 + tree.depths().astype(np.int64)))
 
     def step(self, tree: CandidateTree, said: Said) -> StepResult:
         """What the target said after the rows of `tree`, for what `ask` asked; the sampler moves on past it."""

@@ -214,15 +214,17 @@ def test_feedback_has_a_row_for_every_verified_node() -> None:
 
 
 def test_the_rule_alone_is_asked_for_and_says_the_same() -> None:
-    """Temperature and min_p only, and what has no effect: choices, whose tokens step like the logits they come from."""
+    """Whatever depends on one row alone: choices, whose tokens step like the logits they come from."""
     tree, rng = tree_of([-1, 0, 0, 1], [3, 1, 2, 5]), np.random.default_rng(2)
-    for params in (SamplingParams(), SamplingParams(top_k=4, top_p=0.5), SamplingParams(0.9, min_p=0.1, seed=2**64 - 1)):
+    for params in (SamplingParams(), SamplingParams(0.7, top_k=4, top_p=0.5), SamplingParams(0.9, min_p=0.1, seed=2**64 - 1)):
         request = replace(request_of([4, 3], params), feedback_top_k=2)
         sampler = Sampler(request, SIZE)
         tree = replace(tree, position=1)
         ask = sampler.ask(tree)
         assert ask.choices is not None and (ask.num_rows, ask.top_k, len(ask.choices)) == (4, 2, 4)
-        assert ask.choices.position.tolist() == [2, 3, 3, 4] and set(ask.choices.seed.tolist()) == {params.seed}
+        assert ask.choices.position.tolist() == [2, 3, 3, 4]
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            assert getattr(ask.choices, name).tolist() == [getattr(params, name)] * 4
         logits = np.stack([random_logits(rng) for _ in range(4)])
         depths = [0, 1, 1, 2]
         chosen = np.array([sampler.choose(row, [0] * depth) for row, depth in zip(logits, depths, strict=True)])
@@ -233,11 +235,9 @@ def test_the_rule_alone_is_asked_for_and_says_the_same() -> None:
 
 
 def test_logits_are_asked_for_where_the_rule_is_not_all() -> None:
-    """Penalties, biases, orders of scores, log-probabilities, and stop ids while they are masked."""
+    """Penalties, biases, log-probabilities, and stop ids while they are masked."""
     tree = tree_of([-1], [2])
     for params in (
-        SamplingParams(0.5, top_k=4),
-        SamplingParams(0.5, top_p=0.9),
         SamplingParams(repetition_penalty=1.1),
         SamplingParams(presence_penalty=1),
         SamplingParams(frequency_penalty=-1),

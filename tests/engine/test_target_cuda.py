@@ -151,34 +151,32 @@ def test_pages_are_counted_and_moves_read_before_they_write() -> None:
 
 
 def test_all_choices_at_once_are_those_of_the_host() -> None:
-    """Greedy and sampled rows side by side, min_p, ties, NaN and -inf: the ids of the numba kernel, one by one."""
-    rng = np.random.default_rng(4)
-    logits = rng.standard_normal((40, 301)).astype(np.float32) * 3
+    """Greedy and sampled rows side by side, top_k, top_p and min_p, ties, NaN and -inf: the ids of the numba kernel."""
+    rng, n, size = np.random.default_rng(4), 200, 301
+    logits = np.round(rng.standard_normal((n, size)) * 3, 1).astype(np.float32)  # coarse, so that many are equal
     logits[1], logits[2, 5:9], logits[3, :200], logits[4] = 0.0, logits[2].max() + 1, -np.inf, -np.inf
-    logits[5, 7] = np.nan
+    logits[5, 7], logits[7], logits[8, 3] = np.nan, np.nan, np.inf
     choices = Choices(
-        temperature=np.where(np.arange(40) % 3 == 0, 0.0, rng.random(40) * 2 + 1e-3),
-        min_p=np.where(np.arange(40) % 2 == 0, 0.0, 0.2),
-        seed=rng.integers(1 << 64, size=40, dtype=np.uint64),
-        position=rng.integers(1000, size=40),
+        temperature=np.where(np.arange(n) % 3 == 0, 0.0, rng.random(n) * 2 + 1e-3),
+        top_k=np.where(np.arange(n) % 2 == 0, 0, rng.integers(1, 400, n)),
+        top_p=np.where(np.arange(n) % 5 < 2, 1.0, rng.random(n) * 0.98 + 0.01),
+        min_p=np.where(np.arange(n) % 4 < 2, 0.0, rng.random(n) * 0.3),
+        seed=rng.integers(1 << 64, size=n, dtype=np.uint64),
+        position=rng.integers(1000, size=n),
     )
+    choices.top_k[10], choices.temperature[11] = 1, 1e-310
     (found,) = cuda.fetch(cuda.choose_all(torch.from_numpy(logits), choices))
-    scratch = np.empty(301), np.empty(301), np.empty(301, np.bool_)
-    for row in range(40):
-        if choices.temperature[row] == 0:
-            expected = int(np.nanargmax(logits[row]))
-        else:
-            expected = core_kernels.choose(
-                logits[row],
-                choices.temperature[row],
-                0,
-                1.0,
-                choices.min_p[row],
-                choices.seed[row],
-                choices.position[row],
-                *scratch,
-            )
+    scratch = np.empty(size), np.empty(size), np.empty(size, np.bool_)
+    cut = 0
+    for row in range(n):
+        heat, k, p, least = (x[row] for x in (choices.temperature, choices.top_k, choices.top_p, choices.min_p))
+        key = choices.seed[row], choices.position[row]
+        expected = int(np.argmax(np.nan_to_num(logits[row], nan=-np.inf, posinf=np.inf, neginf=-np.inf)))
+        if heat > 0:
+            expected = core_kernels.choose(logits[row], heat, k, p, least, *key, *scratch)
+            cut += expected != core_kernels.choose(logits[row], heat, 0, 1.0, 0.0, *key, *scratch)
         assert found[row] == expected, row
+    assert cut > 20, "what top_k, top_p and min_p leave out would have been chosen now and then"
 
 
 def test_blocks_of_a_kernel_divide_those_of_the_mask() -> None:

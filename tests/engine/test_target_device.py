@@ -48,7 +48,7 @@ def same(found: Decoded, expected: Decoded) -> bool:
 SAMPLING = {
     "greedy": SamplingParams(),
     "0.7": SamplingParams(0.7, seed=3),
-    "1.3, min_p": SamplingParams(1.3, min_p=0.02, seed=2**64 - 1),
+    "1.3, top_p": SamplingParams(1.3, top_k=40, top_p=0.9, min_p=0.02, seed=2**64 - 1),
     "0.7, everything": SamplingParams(0.7, **EVERYTHING, seed=5),
 }
 
