@@ -353,38 +353,34 @@ class Runner:
         self._kept: dict[tuple[int, int, int], _Bucket] = {}
 
     @torch.inference_mode()
-    def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], wanted: NDArray[np.int32] | None = None) -> torch.Tensor:
-        """Logits on the device, [rows, vocab] or, of the rows `wanted` (int32 [m]), [m, vocab]; they last until the next run.
+    def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], wanted: NDArray[np.int32]) -> torch.Tensor:
+        """Logits on the device, [m, vocab], of the rows `wanted` (int32 [m]).
 
         `tokens` int32 [n] in the order of the parts, for whose rows their tables have room. Nothing is waited for.
         """
         self._storage.settle()
-        num, pages = len(tokens), self._storage.num_blocks + 1
-        rows = bucket(num)
-        small = rows <= ROWS[-1]
+        rows, pages = bucket(len(tokens)), self._storage.num_blocks + 1
         if not self._flexible:  # a compiled kernel is one of fixed shapes
             pages = min(_power(len(pages_of(parts, self._storage.num_blocks))), pages)
         key = (rows, max(_OWNERS, len(parts) + 1), pages)
         if (kept := self._kept.get(key)) is None:
             kept = _Bucket(Layout(*key, self._storage.num_blocks, self._device, self._flexible))
-            if small:
+            if rows <= ROWS[-1]:
                 self._kept[key] = kept
         kept.layout.fill(tokens, parts)
-        if not small and wanted is not None:
-            return self._forward(kept.layout, torch.from_numpy(wanted.astype(np.int64)).to(self._device))
-        every = slice(None, num) if wanted is None else torch.from_numpy(wanted.astype(np.int64)).to(self._device)
-        if not (self._graphs and small):
-            return self._forward(kept.layout, 0)[every]
+        some = torch.from_numpy(wanted.astype(np.int64)).to(self._device)
+        if rows > ROWS[-1] or not self._graphs:
+            return self._forward(kept.layout, some)
         if kept.graph is None:
             try:
                 self._capture(kept)
             except RuntimeError as error:  # experts that are chosen on the host, for one
                 logger.warning("no CUDA graphs, since this network cannot be recorded: %s", error)
                 self._graphs = False
-                return self._forward(kept.layout, 0)[every]
+                return self._forward(kept.layout, some)
         assert kept.graph is not None and kept.logits is not None
         kept.graph.replay()
-        return kept.logits[every]
+        return kept.logits[some]
 
     def _forward(self, layout: Layout, keep: torch.Tensor | int) -> torch.Tensor:
         at = layout.on_device

@@ -40,7 +40,8 @@ class Device:
         for table, tokens, _ in parts:
             table.reserve(len(tokens))
         tokens = np.concatenate([np.asarray(tokens, np.int32) for _, tokens, _ in parts])
-        logits = self.runner.run(tokens, [Part(table, parents) for table, _, parents in parts], wanted).numpy()
+        rows = np.arange(len(tokens), dtype=np.int32) if wanted is None else wanted
+        logits = self.runner.run(tokens, [Part(table, parents) for table, _, parents in parts], rows).numpy()
         return [logits] if wanted is not None else np.split(logits, np.cumsum([len(part[1]) for part in parts])[:-1])
 
     def read(self, table: KVTable, tokens: Any, size: int) -> NDArray[np.float32]:
