@@ -222,7 +222,6 @@ class Stream:
             for number, (batch, names, ids) in enumerate(batches):
                 if number == 1:  # there is much to sort; loading before the first batch would have held that one up
                     load_kernels_aside()
-                self._recorder.add(batch)
                 for found in batch:
                     self.tally.add(found.decision)
                     if found.unchanged:
@@ -250,7 +249,7 @@ class Stream:
 
     def _encoded(self) -> Iterator[tuple[list[Found], list[str], list[NDArray[np.int32]]]]:
         """What was found, in batches, with names and ids of the documents to write; for a thread of its own."""
-        with contextlib.closing(ahead(_batches(self._survey), 2)) as batches:
+        with contextlib.closing(ahead(self._recorded(), 2)) as batches:
             for batch in batches:
                 documents = [document for found in batch for document in found.documents]
                 texts = [document.content for document in documents if isinstance(document.content, str)]
@@ -262,6 +261,12 @@ class Stream:
                     [document.name for document in documents],
                     [next(encoded) if isinstance(document.content, str) else document.content for document in documents],
                 )
+
+    def _recorded(self) -> Iterator[list[Found]]:
+        """What was found, in batches, once it is written down; for a thread of its own."""
+        for batch in _batches(self._survey):
+            self._recorder.add(batch)
+            yield batch
 
 
 def load_kernels_aside() -> None:

@@ -5,6 +5,7 @@
     + InvalidOptions      a build option that makes no sense
     + SourceNotFound      a path to index that is not there
     + OtherTokenizer      an update with another tokenizer than the corpus was built with
+    + TokenizerLost       the process that tokenizes has ended before its work
     + BadExport           a file to import is damaged, or no exported corpus
     + NothingToIndex      no file was fit to index; `skipped` counts the reasons
     + CorpusNotFound      no such corpus, or another tenant's (which looks the same)
@@ -44,6 +45,10 @@ class SourceNotFound(CorpusError):
 
 class OtherTokenizer(CorpusError):
     """The model of a corpus has another tokenizer than when it was built; ids of both would not mix."""
+
+
+class TokenizerLost(CorpusError):
+    """The process that tokenizes for an update has ended: killed, or out of memory."""
 
 
 class BadExport(CorpusError):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from corpora.aside import TokenizerAside
     from corpora.build import Progress
     from engine.text import Tokenizer
 
@@ -88,6 +89,18 @@ def tokenizer_at_hand(model: str | None) -> Tokenizer | None:
     if model is None and at_hand(DEFAULT_MODEL) is None:
         return None
     return load_tokenizer(model)[1]
+
+
+def tokenizer_aside(model: str) -> contextlib.AbstractContextManager[TokenizerAside | None]:
+    """The tokenizer of `model` in a process of its own; None if it has to be fetched first, or no process can be started."""
+    from corpora.aside import TokenizerAside
+    from engine.models import DEFAULT_MODEL, at_hand
+
+    folder = at_hand(model or DEFAULT_MODEL)
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            return TokenizerAside(folder)
+    return contextlib.nullcontext()
 
 
 # progress

@@ -10,8 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from corpora.build import (
     BuildReport,
@@ -37,6 +41,17 @@ LoadTokenizer = Callable[[str], Tokenizer]
 """A model's name, as the build was given it, to its tokenizer. Raises engine.errors.ModelError."""
 
 
+class Encoder(Protocol):
+    """As much of a tokenizer as new text needs."""
+
+    @property
+    def checksum(self) -> str:
+        """`Tokenizer.checksum`; "" if it cannot be used."""
+
+    def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
+        """`Tokenizer.encode_batch`."""
+
+
 @dataclass(frozen=True)
 class UpdateReport:
     """What an update did: `report` is of the version that is active now.
@@ -57,6 +72,7 @@ def update(
     catalog: Catalog,
     load_tokenizer: LoadTokenizer,
     *,
+    encoder: Encoder | None = None,
     tenant: str = DEFAULT_TENANT,
     progress: ProgressCallback | None = None,
 ) -> UpdateReport:
@@ -64,10 +80,12 @@ def update(
 
     A version that an earlier release made, without a record of its files, is built again. Time: that of looking at every file's
     metadata, plus that of a build of what changed, plus a pass over the order of every segment that lost a document.
+    Where the checksum of `encoder` is that of the tokenizer which made the corpus, it encodes and no tokenizer is loaded.
 
     Raises CorpusNotFound, CorpusLocked, SourceNotFound (a recorded source is gone), NothingToIndex (all of it is),
-    OtherTokenizer (the model has another one than when the corpus was built), CatalogError, engine.errors.ModelError, and
-    retriever.errors.FormatError where the active version is damaged; whatever it raises, the corpus is as it was.
+    OtherTokenizer (the model has another one than when the corpus was built), CatalogError, engine.errors.ModelError, what
+    `encoder` raises, and retriever.errors.FormatError where the active version is damaged; whatever it raises, the corpus is as
+    it was.
     """
     from retriever.format import Manifest
     from retriever.update import write_update
@@ -86,14 +104,21 @@ def update(
                 return found
             return same_tokenizer(found, manifest.fingerprint, model, name)
 
+        @functools.cache
+        def encoding() -> Encoder:
+            """What reads new text."""
+            if encoder is not None and record is not None and encoder.checksum == record.checksum != "":
+                return encoder
+            return tokenizer()
+
         def checksum() -> str:
             """Of what tokenized all documents; if none had to be, that of before."""
-            return tokenizer().checksum if stream.num_tokens else record.checksum if record else ""
+            return encoding().checksum if stream.num_tokens else record.checksum if record else ""
 
         if record is not None:
             sources = open_sources(manifest.sources, options, chat_encoder(tokenizer()) if options.chat else None)
             survey = Survey(sources, options, record.known, catalog.root)
-            stream = Stream(survey, lambda texts: tokenizer().encode_batch(texts), progress)
+            stream = Stream(survey, lambda texts: encoding().encode_batch(texts), progress)
             documents = stream.documents()
             first = next(documents, None)
             earlier = {document for found in record.entries for document in found.names}

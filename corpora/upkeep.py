@@ -35,6 +35,7 @@ from corpora.terminal import (
     say,
     size_of,
     table_of,
+    tokenizer_aside,
     visible,
 )
 
@@ -52,13 +53,13 @@ def update_command(name: NameArgument, store: StoreOption = None, as_json: JsonO
 
     Only what changed is read and tokenized; what was deleted is never drafted again. A server takes the new version by itself.
     """
-    from corpora.update import update
-
     with reporting(as_json):
         catalog = open_catalog(store)
-        catalog.get(name)  # before a lock is taken, and a store made, for a corpus that is not there
-        with progress_of(as_json) as tell:
-            result = update(name, catalog, _tokenizer_of, progress=tell)
+        active = catalog.get(name).active  # before a lock is taken, and a store made, for a corpus that is not there
+        with tokenizer_aside(active.model) as encoder, progress_of(as_json) as tell:
+            from corpora.update import update  # while the tokenizer loads
+
+            result = update(name, catalog, _tokenizer_of, encoder=encoder, progress=tell)
         if as_json:
             print_json(_update_json(result))
         else:

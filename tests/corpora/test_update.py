@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from corpora import walk
 from corpora.build import build
 from corpora.catalog import Catalog
 from corpora.decisions import Reason
-from corpora.errors import CorpusNotFound, NothingToIndex, OtherTokenizer, SourceNotFound
+from corpora.errors import CorpusNotFound, NothingToIndex, OtherTokenizer, SourceNotFound, TokenizerLost
 from corpora.options import BuildOptions
 from corpora.record import Record
 from corpora.survey import Survey
@@ -182,6 +184,62 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, tree: Path, catalog: 
     with pytest.raises(NothingToIndex):
         run(catalog)
     assert catalog.get("code") == before and documents(catalog.active_path("code"))["b.py"] == FILES["b.py"]
+    assert [path.name for path in (catalog.root / "code" / "versions").iterdir()] == [before.active.id]
+
+
+class Standing:
+    """An encoder that stands in for the tokenizer."""
+
+    def __init__(self, checksum: str) -> None:
+        self.checksum = checksum
+        self.num_texts = 0
+
+    def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
+        self.num_texts += len(texts)
+        return TOKENIZER.encode_batch(texts)
+
+
+def test_an_encoder_that_agrees_spares_the_tokenizer(tree: Path, catalog: Catalog) -> None:
+    """None is loaded, and the corpus and its record are those that the tokenizer would have made."""
+
+    def refuse(_: str) -> Tokenizer:
+        raise AssertionError("no tokenizer is needed")
+
+    edit(tree / "a.py", "changed = True\n")
+    encoder = Standing(TOKENIZER.checksum)
+    result = update("code", catalog, refuse, encoder=encoder)
+    assert (result.added, result.removed, result.kept, encoder.num_texts) == (1, 1, 2, 1)
+    assert documents(result.report.path)["a.py"] == "changed = True\n"
+    record = Record.read(result.report.path)
+    assert record is not None and record.checksum == TOKENIZER.checksum
+
+
+@pytest.mark.parametrize("recorded", [TOKENIZER.checksum, ""])
+@pytest.mark.parametrize("checksum", ["", "another"])
+def test_an_encoder_that_does_not_agree_is_not_asked(
+    tree: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, recorded: str, checksum: str
+) -> None:
+    """Nor one that could not be loaded, even where no checksum was recorded."""
+    edit(tree / "a.py", "changed = True\n")
+    read = Record.read
+    monkeypatch.setattr(Record, "read", lambda folder: replace(read(folder) or Record(), checksum=recorded))
+    encoder = Standing(checksum)
+    assert update("code", catalog, lambda _: TOKENIZER, encoder=encoder).added == 1 and encoder.num_texts == 0
+
+
+def test_an_encoder_that_is_lost_changes_nothing(tree: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error goes through, and the corpus is as it was."""
+
+    def lose(_: Sequence[str]) -> list[NDArray[np.int32]]:
+        raise TokenizerLost("it has ended")
+
+    before = catalog.get("code")
+    edit(tree / "a.py", "changed = True\n")
+    encoder = Standing(TOKENIZER.checksum)
+    monkeypatch.setattr(encoder, "encode_batch", lose)
+    with pytest.raises(TokenizerLost):
+        update("code", catalog, lambda _: TOKENIZER, encoder=encoder)
+    assert catalog.get("code") == before
     assert [path.name for path in (catalog.root / "code" / "versions").iterdir()] == [before.active.id]
 
 
