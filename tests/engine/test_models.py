@@ -15,6 +15,8 @@ import pytest
 
 from engine import models
 from engine.errors import ModelError
+from engine.text import Tokenizer
+from tests import tiny_tokenizers
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,39 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path, conversions:
     assert models.resolve(str(moved)) == cache / "tiny"
     assert models.resolve("tiny") == cache / "tiny"
     assert conversions == [file]
+
+
+def test_a_pulled_tokenizer_is_condensed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokenizer in fewer bytes, with its merges as strings, which load faster."""
+    definition = json.loads(tiny_tokenizers.byte_level())
+    assert isinstance(definition["model"]["merges"][0], list)
+
+    def convert(file: Path, folder: Path) -> None:
+        fill(folder)
+        (folder / "tokenizer.json").write_text(json.dumps(definition, indent=2))
+
+    monkeypatch.setattr(models, "_convert", convert)
+    file = models.resolve(str(gguf(tmp_path))) / "tokenizer.json"
+    written = file.read_text()
+    assert len(written) < len(json.dumps(definition)) and isinstance(json.loads(written)["model"]["merges"][0], str)
+    assert Tokenizer.load(file.parent).fingerprint == Tokenizer(json.dumps(definition)).fingerprint
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        pytest.param('{"model": {"merges": [["a", " b"]]}}', id="a space in a token"),
+        pytest.param("{}", id="no model"),
+        pytest.param("{", id="no JSON"),
+        pytest.param('{"model": {"merges": [1]}}', id="no merges"),
+    ],
+)
+def test_what_cannot_be_condensed_stays(tmp_path: Path, definition: str) -> None:
+    """A space separates the halves of a merge; and whoever loads a broken file says so."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text(definition)
+    models._condense(file)
+    assert file.read_text() == definition
 
 
 def test_another_file_of_the_same_name_gets_a_folder_of_its_own(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
