@@ -1,7 +1,7 @@
 """How fast is indexing, and what does it cost? Build, update and size on disk of real source trees, beside the tokenizer alone.
 
     python benchmarks/index.py --sizes 5,20,60
-    python benchmarks/index.py --sizes 20 --memory 700 --peer-python PEERS/bin/python
+    python benchmarks/index.py --sizes 20 --memory 700 --peers REST/bin/python,ADED/bin/python
 
 Trees: Python sources of the packages installed beside this script, copied file by file, the packages in the order of PACKAGES,
 until a tree has the size asked for; a tree that they cannot fill is refused, nothing is made up.
@@ -12,7 +12,8 @@ For each size:
     build            `draftloom corpus build` as a process: the time it reports, and the wall clock's, start-up included
     tokenizer ratio  tokens a second of the build over those of the tokenizer alone
     peak memory      the largest resident set of that process
-    peer             REST's own writer (`draftretriever`, with `--peer-python`) on the same tokens, which are in memory already
+    writers          the writers of REST and ADED (of the interpreters `--peers`, see `lookup.py`) on the same tokens, which
+                     are in memory already
 
 On the largest tree 1 % of the files are changed (a line added), and `draftloom corpus update` runs, as a process, start-up
 included: the update ratio is its wall time over that of the build. Prints a table; the last line is JSON.
@@ -34,6 +35,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from lookup import renumbered
 from rich.console import Console
 from rich.table import Table
 
@@ -51,14 +53,16 @@ MB = 1_000_000
 
 PEER = """
 import json, sys, time
+from importlib import metadata
 import numpy as np
 import draftretriever
 tokens = np.load(sys.argv[1])
 began = time.perf_counter()
-writer = draftretriever.Writer(sys.argv[2], vocab_size=200000)
+writer = draftretriever.Writer(sys.argv[2], vocab_size=65536)
 writer.add_entry(tokens.tolist())
 writer.finalize()
-print(json.dumps(time.perf_counter() - began))
+seconds = time.perf_counter() - began
+print(json.dumps(["rest" if metadata.version("draftretriever") == "0.1.0" else "aded", seconds]))
 """
 
 
@@ -76,7 +80,7 @@ def main(
     model: Annotated[str, typer.Option(help="Whose tokenizer.")] = "qwen2.5-coder-1.5b",
     memory: Annotated[int | None, typer.Option(help="Most memory of a build in MB, as `--memory`.")] = None,
     updates: Annotated[int, typer.Option(help="How often to update; the least time counts.")] = 3,
-    peer_python: Annotated[Path | None, typer.Option(help="An interpreter with draftretriever.")] = None,
+    peers: Annotated[str, typer.Option(help="Interpreters that have a draftretriever, with commas.")] = "",
 ) -> None:
     folder = resolve(model)
     tokenizer = Tokenizer.load(folder)
@@ -105,7 +109,7 @@ def main(
                 "tokenizer_share": built.last["tokenizer_seconds"] / built.last["seconds"],
                 "bytes_per_token": on_disk / num_tokens,
                 "peak_memory_bytes": built.peak_memory_bytes,
-                "peer_seconds": peer(peer_python, work, tokens) if peer_python else None,
+                "peer_seconds": dict(written_by(python, work, tokens) for python in filter(None, peers.split(","))),
             }
             if size == wanted[-1]:
                 update = updated(work / "store", tree, built.seconds, updates)
@@ -170,11 +174,12 @@ def alone(tokenizer: Tokenizer, tree: Path) -> tuple[float, int, list[np.ndarray
     return time.perf_counter() - began, sum(map(len, tokens)), tokens
 
 
-def peer(python: Path, work: Path, tokens: Sequence[np.ndarray[Any, Any]]) -> float:
-    """Seconds that draftretriever takes to write an index of the tokens."""
-    np.save(work / "tokens.npy", np.concatenate(tokens))
-    command = [str(python), "-c", PEER, str(work / "tokens.npy"), str(work / "peer.idx")]
-    return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+def written_by(python: str, work: Path, tokens: Sequence[np.ndarray[Any, Any]]) -> tuple[str, float]:
+    """(name, seconds to write an index of the tokens) of the peer that an interpreter has."""
+    np.save(work / "tokens.npy", *renumbered(np.concatenate(tokens)))
+    command = [python, "-c", PEER, str(work / "tokens.npy"), str(work / "peer.idx")]
+    name, seconds = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return name, seconds
 
 
 def updated(store: Path, tree: Path, build_seconds: float, repeats: int) -> dict[str, Any]:
@@ -204,14 +209,14 @@ def updated(store: Path, tree: Path, build_seconds: float, repeats: int) -> dict
 def show(results: dict[str, dict[str, Any]], update: dict[str, Any]) -> None:
     console = Console()
     table = Table("source", "files", "tokens", "MB/s", "tokens/s", "tokenizer alone", "ratio", "in tokenizer", "bytes a token",
-                  "peak memory", "seconds", "process", "REST's writer")  # fmt: skip
+                  "peak memory", "seconds", "process", "writers")  # fmt: skip
     for name, r in results.items():
-        writer = "-" if r["peer_seconds"] is None else f"{r['peer_seconds']:.1f} s"
+        writers = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r["peer_seconds"].items()) or "-"
         table.add_row(
             name, f"{r['files']:,}", f"{r['tokens']:,}", f"{r['bytes_per_second'] / MB:.1f}", f"{r['tokens_per_second']:,.0f}",
             f"{r['tokenizer_tokens_per_second']:,.0f}", f"{r['tokenizer_ratio']:.2f}", f"{r['tokenizer_share']:.0%}",
             f"{r['bytes_per_token']:.2f}", f"{r['peak_memory_bytes'] / MB:,.0f} MB", f"{r['seconds']:.1f}",
-            f"{r['process_seconds']:.1f}", writer,
+            f"{r['process_seconds']:.1f}", writers,
         )  # fmt: skip
     console.print(table)
     u = update["update"]

@@ -1,6 +1,6 @@
 """How long does a lookup take? Microseconds a query, by the size of the corpus, beside REST's own datastore.
 
-    python benchmarks/lookup.py --tokens 1e6,4e6 --peer-python PEERS/bin/python
+    python benchmarks/lookup.py --tokens 1e6,4e6 --peers REST/bin/python,ADED/bin/python
     python benchmarks/lookup.py --tokens 1e8 --threads 1,2 --corpora 1,4,16
 
 Text: the sources of the packages installed beside this script, as tokens of `--model`, one file a document. Where they are not
@@ -14,8 +14,11 @@ last token but one is replaced at random). Each asks for `--budget` nodes below 
 "cold": the files are dropped from the page cache before each round, and the first lookup is timed. "cold step": the time that
 the `corpus` source takes of a request's first step then, which goes on without an answer that is late.
 
-`--peer-python` is an interpreter with `draftretriever` (Apache-2.0, FasterDecoding/REST), which is asked as REST asks it: ends
-of 16 to 2 tokens, the longest first, until something is found. Both get the same queries over the same documents.
+`--peers` are interpreters that have a `draftretriever`; two projects have one of that name. `rest` is REST's own (0.1.0, a
+wheel in its repository, for Python 3.9), `aded` that of the package index (0.1.1, ADED's, arXiv 2407.12021). Both are asked as
+REST asks: ends of 16 to 2 tokens, the longest first, until something is found, at most 5,000 places, 10 tokens deep. They get
+the same queries over the same documents, in one corpus, which they keep in memory as a whole; and ids in the order in which
+they come up, since they drop those above 65,535.
 
 `--prepare` only tokenizes and builds. Corpora are kept in `--cache`. Prints a table; the last line is JSON.
 """
@@ -56,27 +59,30 @@ HELD_OUT = 20
 EDITED = 0.03
 
 PEER = """
-import json, sys, time
+import json, os, sys, time
+from importlib import metadata
 import numpy as np
 import draftretriever
-folder, num_threads, budget = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-index = folder + "/peer.idx"
-import os
+folder, measure, budget = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+name = "rest" if metadata.version("draftretriever") == "0.1.0" else "aded"
+index = folder + "/" + name + ".idx"
 if not os.path.exists(index):
     tokens, ends = np.load(folder + "/tokens.npy", mmap_mode="r"), np.load(folder + "/ends.npy")
-    writer = draftretriever.Writer(index, vocab_size=200000)
+    writer = draftretriever.Writer(index, vocab_size=65536)
     begin = 0
     for end in ends.tolist():
         writer.add_entry(tokens[begin:end].tolist())
         begin = end
     writer.finalize()
-if num_threads == 0:
-    sys.exit()
-reader = draftretriever.Reader(index)
-queries = np.load(folder + "/queries.npy").tolist()
+    del writer
+reader = draftretriever.Reader(index) if measure else None
+queries = np.load(folder + "/queries.npy").tolist() if measure else []
 def ask(query):
     for length in range(16, 1, -1):
-        if reader.search(query[-length:], choices=budget)[0]:
+        try:
+            if reader.search(query[-length:], choices=budget, long=min(budget, 10))[0]:
+                return
+        except ValueError:  # its tree has more nodes than it was allowed
             return
 for query in queries[:500]:
     ask(query)
@@ -85,7 +91,7 @@ for query in queries:
     start = time.perf_counter()
     ask(query)
     took.append(time.perf_counter() - start)
-print(json.dumps(took))
+print(json.dumps([name, took]))
 """
 
 
@@ -232,17 +238,28 @@ def first_step(stores: list[Datastore], query: Tokens) -> None:
         drafting.close()
 
 
-def peer(python: str, folder: Path, text: Text, queries: NDArray[np.int32], num_tokens: int, budget: int, run: bool) -> Figures:
-    """`draftretriever` in a process of its own."""
+def renumbered(*arrays: Tokens) -> list[Tokens]:
+    """The arrays with ids in the order in which they come up."""
+    ids, first = np.unique(np.concatenate([array.ravel() for array in arrays]), return_index=True)
+    place = np.empty(ids[-1] + 1, np.int32)
+    place[ids[np.argsort(first)]] = np.arange(len(ids))
+    return [place[array] for array in arrays]
+
+
+def ask_peer(
+    python: str, folder: Path, text: Text, queries: NDArray[np.int32], num_tokens: int, budget: int, measure: bool
+) -> tuple[str, Figures]:
+    """(its name, what it takes) of the peer that an interpreter has, in a process of its own; unless `measure`, only built."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "peer.idx").exists():
+    if measure or not (folder / "tokens.npy").exists():
         files = [tokens for _, tokens in text.documents(num_tokens)]
-        np.save(folder / "tokens.npy", np.concatenate(files))
+        stored, asked = renumbered(np.concatenate(files), queries)
+        np.save(folder / "tokens.npy", stored)
         np.save(folder / "ends.npy", np.cumsum([len(f) for f in files]))
-    np.save(folder / "queries.npy", queries)
-    command = [python, "-c", PEER, str(folder), str(int(run)), str(budget)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return Figures(np.array(json.loads(output) if run else []))
+        np.save(folder / "queries.npy", asked)
+    command = [python, "-c", PEER, str(folder), str(int(measure)), str(budget)]
+    name, taken = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return name, Figures(np.array(taken))
 
 
 def main(
@@ -253,8 +270,8 @@ def main(
     budget: Annotated[int, typer.Option(help="Nodes asked for.")] = 64,
     rounds: Annotated[int, typer.Option(help="Cold starts a setting; 0 leaves them out.")] = 20,
     model: Annotated[str, typer.Option(help="Whose tokenizer.")] = "qwen2.5-coder-1.5b",
-    peer_python: Annotated[str, typer.Option(help="An interpreter that has draftretriever.")] = "",
-    peer_most: Annotated[float, typer.Option(help="Largest corpus for the peer, which keeps all of it in memory.")] = 2e7,
+    peers: Annotated[str, typer.Option(help="Interpreters that have a draftretriever, with commas.")] = "",
+    peer_most: Annotated[float, typer.Option(help="Largest corpus for peers, which keep all of it in memory.")] = 2e7,
     cache: Annotated[Path, typer.Option(help="Where texts and corpora are kept.")] = Path("~/.cache/draftloom/lookup"),
     prepare: Annotated[bool, typer.Option(help="Tokenize and build, measure nothing.")] = False,
 ) -> None:
@@ -290,11 +307,12 @@ def main(
                 taken = cold(paths, queries, rounds, first_step)
                 entry[f"corpora{num_corpora}_cold_step"] = report.add(*size_of, "", "cold step", num_corpora, 1, taken)
         report.results["draftloom"][str(num_tokens)] = entry
-        if peer_python and num_tokens <= peer_most:
-            taken = peer(peer_python, cache / f"{num_tokens}-peer", text, queries, num_tokens, budget, not prepare)
+        for python in filter(None, peers.split(",") if num_tokens <= peer_most else ()):
+            folder = cache / f"{num_tokens}-renumbered"
+            name, taken = ask_peer(python, folder, text, queries, num_tokens, budget, not prepare)
             if not prepare:
-                figures = report.add(*size_of, "", "draftretriever", 1, 1, taken)
-                report.results["draftretriever"][str(num_tokens)] = figures
+                figures = report.add(*size_of, "", name, 1, 1, taken)
+                report.results.setdefault(name, {})[str(num_tokens)] = figures
     if not prepare:
         report.print()
 
@@ -303,7 +321,7 @@ class Report:
     """The table and the JSON, from the same figures."""
 
     def __init__(self, budget: int, num_queries: int) -> None:
-        self.results: dict[str, dict[str, Any]] = {"draftloom": {}, "draftretriever": {}}
+        self.results: dict[str, dict[str, Any]] = {"draftloom": {}}
         self._table = Table(title=f"microseconds a lookup, {num_queries} queries, {budget} nodes", title_justify="left")
         for column in ("tokens", "copies", "B/token", "what", "corpora", "threads", "p50", "p90", "p99", "max"):
             self._table.add_column(column, justify="left" if column == "what" else "right")
@@ -318,7 +336,7 @@ class Report:
 
     def print(self) -> None:
         """To standard output, the JSON last."""
-        Console(width=110).print(self._table)
+        Console(width=120).print(self._table)
         print(json.dumps(self.results))
 
 
