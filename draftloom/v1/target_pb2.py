@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from draftloom.v1 import generation_pb2 as draftloom_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64raftloom/v1/target.proto\x12\x0c\x64raftloom.v1\x1a\x1d\x64raftloom/v1/generation.proto\"\x10\n\x0eGetInfoRequest\"\xc5\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06strict\x18\x07 \x01(\x08\x12\x10\n\x08max_rows\x18\x08 \x01(\r\x12\x10\n\x08protocol\x18\t \x01(\r\"\x12\n\x10GetStatusRequest\"?\n\x11GetStatusResponse\x12*\n\x06status\x18\x01 \x01(\x0b\x32\x1a.draftloom.v1.WorkerStatus\"p\n\rDecodeRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.draftloom.v1.OpenRequestH\x00\x12)\n\x04step\x18\x02 \x01(\x0b\x32\x19.draftloom.v1.StepRequestH\x00\x42\t\n\x07request\"\xa4\x01\n\x0e\x44\x65\x63odeResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.draftloom.v1.OpenResponseH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.draftloom.v1.StepResponseH\x00\x12,\n\x07refused\x18\x03 \x01(\x0b\x32\x19.draftloom.v1.StepRefusedH\x00\x42\n\n\x08response\"\x87\x02\n\x0bOpenRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.draftloom.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0e\x66\x65\x65\x64\x62\x61\x63k_top_k\x18\x08 \x01(\r\x12\x17\n\x0f\x66\x65\x65\x64\x62\x61\x63k_prompt\x18\t \x01(\r\x12\x13\n\x0bnum_emitted\x18\n \x01(\rB\x0b\n\t_logprobs\"t\n\x0cOpenResponse\x12&\n\x05\x63urve\x18\x01 \x01(\x0b\x32\x17.draftloom.v1.CostCurve\x12(\n\x08\x66\x65\x65\x64\x62\x61\x63k\x18\x02 \x01(\x0b\x32\x16.draftloom.v1.Feedback\x12\x12\n\nnum_reused\x18\x03 \x01(\r\"o\n\x0bStepRequest\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\r\n\x05probs\x18\x04 \x01(\x0c\x12\x0f\n\x07sources\x18\x05 \x01(\x0c\x12\r\n\x05roles\x18\x06 \x01(\x0c\"\xfc\x01\n\x0cStepResponse\x12\x0c\n\x04path\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12*\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x1a.draftloom.v1.FinishReason\x12\x10\n\x08verified\x18\x04 \x01(\x0c\x12(\n\x08\x66\x65\x65\x64\x62\x61\x63k\x18\x05 \x01(\x0b\x32\x16.draftloom.v1.Feedback\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.draftloom.v1.TokenLogprobs\x12&\n\x05\x63urve\x18\x07 \x01(\x0b\x32\x17.draftloom.v1.CostCurve\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\"\x1e\n\x0bStepRefused\x12\x0f\n\x07message\x18\x01 \x01(\t\"a\n\x08\x46\x65\x65\x64\x62\x61\x63k\x12\r\n\x05nodes\x18\x01 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0f\n\x07parents\x18\x04 \x01(\x0c\x12\x15\n\rnum_lookahead\x18\x05 \x01(\r\"*\n\tCostCurve\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x32\xee\x01\n\rTargetService\x12\x46\n\x07GetInfo\x12\x1c.draftloom.v1.GetInfoRequest\x1a\x1d.draftloom.v1.GetInfoResponse\x12L\n\tGetStatus\x12\x1e.draftloom.v1.GetStatusRequest\x1a\x1f.draftloom.v1.GetStatusResponse\x12G\n\x06\x44\x65\x63ode\x12\x1b.draftloom.v1.DecodeRequest\x1a\x1c.draftloom.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64raftloom/v1/target.proto\x12\x0c\x64raftloom.v1\x1a\x1d\x64raftloom/v1/generation.proto\"\x10\n\x0eGetInfoRequest\"\xc5\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06strict\x18\x07 \x01(\x08\x12\x10\n\x08max_rows\x18\x08 \x01(\r\x12\x10\n\x08protocol\x18\t \x01(\r\"\x12\n\x10GetStatusRequest\"?\n\x11GetStatusResponse\x12*\n\x06status\x18\x01 \x01(\x0b\x32\x1a.draftloom.v1.WorkerStatus\"\x0e\n\x0cPulseRequest\"\x0f\n\rPulseResponse\"p\n\rDecodeRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.draftloom.v1.OpenRequestH\x00\x12)\n\x04step\x18\x02 \x01(\x0b\x32\x19.draftloom.v1.StepRequestH\x00\x42\t\n\x07request\"\xa4\x01\n\x0e\x44\x65\x63odeResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.draftloom.v1.OpenResponseH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.draftloom.v1.StepResponseH\x00\x12,\n\x07refused\x18\x03 \x01(\x0b\x32\x19.draftloom.v1.StepRefusedH\x00\x42\n\n\x08response\"\x87\x02\n\x0bOpenRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.draftloom.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0e\x66\x65\x65\x64\x62\x61\x63k_top_k\x18\x08 \x01(\r\x12\x17\n\x0f\x66\x65\x65\x64\x62\x61\x63k_prompt\x18\t \x01(\r\x12\x13\n\x0bnum_emitted\x18\n \x01(\rB\x0b\n\t_logprobs\"t\n\x0cOpenResponse\x12&\n\x05\x63urve\x18\x01 \x01(\x0b\x32\x17.draftloom.v1.CostCurve\x12(\n\x08\x66\x65\x65\x64\x62\x61\x63k\x18\x02 \x01(\x0b\x32\x16.draftloom.v1.Feedback\x12\x12\n\nnum_reused\x18\x03 \x01(\r\"o\n\x0bStepRequest\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\r\n\x05probs\x18\x04 \x01(\x0c\x12\x0f\n\x07sources\x18\x05 \x01(\x0c\x12\r\n\x05roles\x18\x06 \x01(\x0c\"\xfc\x01\n\x0cStepResponse\x12\x0c\n\x04path\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12*\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x1a.draftloom.v1.FinishReason\x12\x10\n\x08verified\x18\x04 \x01(\x0c\x12(\n\x08\x66\x65\x65\x64\x62\x61\x63k\x18\x05 \x01(\x0b\x32\x16.draftloom.v1.Feedback\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.draftloom.v1.TokenLogprobs\x12&\n\x05\x63urve\x18\x07 \x01(\x0b\x32\x17.draftloom.v1.CostCurve\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\"\x1e\n\x0bStepRefused\x12\x0f\n\x07message\x18\x01 \x01(\t\"a\n\x08\x46\x65\x65\x64\x62\x61\x63k\x12\r\n\x05nodes\x18\x01 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0f\n\x07parents\x18\x04 \x01(\x0c\x12\x15\n\rnum_lookahead\x18\x05 \x01(\r\"*\n\tCostCurve\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x32\xb4\x02\n\rTargetService\x12\x46\n\x07GetInfo\x12\x1c.draftloom.v1.GetInfoRequest\x1a\x1d.draftloom.v1.GetInfoResponse\x12L\n\tGetStatus\x12\x1e.draftloom.v1.GetStatusRequest\x1a\x1f.draftloom.v1.GetStatusResponse\x12G\n\x06\x44\x65\x63ode\x12\x1b.draftloom.v1.DecodeRequest\x1a\x1c.draftloom.v1.DecodeResponse(\x01\x30\x01\x12\x44\n\x05Pulse\x12\x1a.draftloom.v1.PulseRequest\x1a\x1b.draftloom.v1.PulseResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,24 +40,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_end=310
   _globals['_GETSTATUSRESPONSE']._serialized_start=312
   _globals['_GETSTATUSRESPONSE']._serialized_end=375
-  _globals['_DECODEREQUEST']._serialized_start=377
-  _globals['_DECODEREQUEST']._serialized_end=489
-  _globals['_DECODERESPONSE']._serialized_start=492
-  _globals['_DECODERESPONSE']._serialized_end=656
-  _globals['_OPENREQUEST']._serialized_start=659
-  _globals['_OPENREQUEST']._serialized_end=922
-  _globals['_OPENRESPONSE']._serialized_start=924
-  _globals['_OPENRESPONSE']._serialized_end=1040
-  _globals['_STEPREQUEST']._serialized_start=1042
-  _globals['_STEPREQUEST']._serialized_end=1153
-  _globals['_STEPRESPONSE']._serialized_start=1156
-  _globals['_STEPRESPONSE']._serialized_end=1408
-  _globals['_STEPREFUSED']._serialized_start=1410
-  _globals['_STEPREFUSED']._serialized_end=1440
-  _globals['_FEEDBACK']._serialized_start=1442
-  _globals['_FEEDBACK']._serialized_end=1539
-  _globals['_COSTCURVE']._serialized_start=1541
-  _globals['_COSTCURVE']._serialized_end=1583
-  _globals['_TARGETSERVICE']._serialized_start=1586
-  _globals['_TARGETSERVICE']._serialized_end=1824
+  _globals['_PULSEREQUEST']._serialized_start=377
+  _globals['_PULSEREQUEST']._serialized_end=391
+  _globals['_PULSERESPONSE']._serialized_start=393
+  _globals['_PULSERESPONSE']._serialized_end=408
+  _globals['_DECODEREQUEST']._serialized_start=410
+  _globals['_DECODEREQUEST']._serialized_end=522
+  _globals['_DECODERESPONSE']._serialized_start=525
+  _globals['_DECODERESPONSE']._serialized_end=689
+  _globals['_OPENREQUEST']._serialized_start=692
+  _globals['_OPENREQUEST']._serialized_end=955
+  _globals['_OPENRESPONSE']._serialized_start=957
+  _globals['_OPENRESPONSE']._serialized_end=1073
+  _globals['_STEPREQUEST']._serialized_start=1075
+  _globals['_STEPREQUEST']._serialized_end=1186
+  _globals['_STEPRESPONSE']._serialized_start=1189
+  _globals['_STEPRESPONSE']._serialized_end=1441
+  _globals['_STEPREFUSED']._serialized_start=1443
+  _globals['_STEPREFUSED']._serialized_end=1473
+  _globals['_FEEDBACK']._serialized_start=1475
+  _globals['_FEEDBACK']._serialized_end=1572
+  _globals['_COSTCURVE']._serialized_start=1574
+  _globals['_COSTCURVE']._serialized_end=1616
+  _globals['_TARGETSERVICE']._serialized_start=1619
+  _globals['_TARGETSERVICE']._serialized_end=1927
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,14 @@ class GetStatusResponse(_message.Message):
     status: _generation_pb2.WorkerStatus
     def __init__(self, status: _Optional[_Union[_generation_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
 
+class PulseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PulseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DecodeRequest(_message.Message):
     __slots__ = ("open", "step")
     OPEN_FIELD_NUMBER: _ClassVar[int]

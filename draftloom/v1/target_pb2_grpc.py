@@ -49,6 +49,11 @@ class TargetServiceStub(object):
                 request_serializer=draftloom_dot_v1_dot_target__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=draftloom_dot_v1_dot_target__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Pulse = channel.stream_stream(
+                '/draftloom.v1.TargetService/Pulse',
+                request_serializer=draftloom_dot_v1_dot_target__pb2.PulseRequest.SerializeToString,
+                response_deserializer=draftloom_dot_v1_dot_target__pb2.PulseResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -72,6 +77,14 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pulse(self, request_iterator, context):
+        """As long as the connection lasts: every message is answered, between two passes, also by a worker that drains. One that does not
+        hangs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,6 +102,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=draftloom_dot_v1_dot_target__pb2.DecodeRequest.FromString,
                     response_serializer=draftloom_dot_v1_dot_target__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Pulse': grpc.stream_stream_rpc_method_handler(
+                    servicer.Pulse,
+                    request_deserializer=draftloom_dot_v1_dot_target__pb2.PulseRequest.FromString,
+                    response_serializer=draftloom_dot_v1_dot_target__pb2.PulseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,6 +190,33 @@ class TargetService(object):
             '/draftloom.v1.TargetService/Decode',
             draftloom_dot_v1_dot_target__pb2.DecodeRequest.SerializeToString,
             draftloom_dot_v1_dot_target__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pulse(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/draftloom.v1.TargetService/Pulse',
+            draftloom_dot_v1_dot_target__pb2.PulseRequest.SerializeToString,
+            draftloom_dot_v1_dot_target__pb2.PulseResponse.FromString,
             options,
             channel_credentials,
             insecure,

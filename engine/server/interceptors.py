@@ -38,9 +38,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
     A handler may be a coroutine function or, with a streamed response, an async generator function; it never sees bytes and
     raises errors of `engine.errors`. Whatever it holds open is closed before the call ends, also when the client is gone.
+
+    Methods that are `endless`, and those of gRPC's own services (health, reflection), are served like any other, but a server
+    that stops does not wait for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, endless: frozenset[str] = frozenset()) -> None:
+        self._endless = endless
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -48,8 +52,8 @@ class Guard(grpc.aio.ServerInterceptor):
     async def stop(self, server: grpc.aio.Server, seconds: float | None, settle: float | None) -> None:
         """Have `server` refuse new calls, finish those begun for at most `seconds`, and cancel the rest. None: at once.
 
-        Calls of gRPC's own services (health, reflection), which may last for ever, are not waited for: once no other is being
-        served they have `settle` seconds. May be called again with fewer.
+        Endless calls are not waited for: once no other is being served they have `settle` seconds. May be called again with
+        fewer.
         """
         stopping = asyncio.create_task(server.stop(seconds))
         idle = asyncio.create_task(self._idle.wait())
@@ -60,7 +64,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _counted(self, method: str) -> Iterator[None]:
-        if method.startswith("/grpc."):
+        if method in self._endless or method.startswith("/grpc."):
             yield
             return
         self._num_active += 1

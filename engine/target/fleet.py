@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.config import ModelSettings
 from engine.drafters import Feedback
 from engine.errors import ConfigError, EngineError, WorkerLost
 from engine.target import SequenceRequest, StepResult, Target, TargetInfo, TargetSequence, TargetStatus
@@ -75,7 +76,7 @@ class _Member:
 class Fleet:
     """See above. `patience`: seconds that a sequence which has begun waits for a worker to take it over."""
 
-    def __init__(self, places: Sequence[Place], *, patience: float = 10.0) -> None:
+    def __init__(self, places: Sequence[Place], *, patience: float = ModelSettings.worker_patience) -> None:
         self._members = [_Member(place) for place in places]
         self._patience = patience
         self._info: TargetInfo | None = None

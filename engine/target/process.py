@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from engine.config import ModelSettings
 from engine.errors import ModelError, WorkerLost
 from engine.target.fleet import Connected, Place
-from engine.target.remote import SILENT_SECONDS, RemoteTarget
+from engine.target.remote import RemoteTarget
 
 SPIN_COUNT = "10000"
 """How long an idle thread of the worker's team spins for the next product: through the gaps within a pass (some 50
@@ -86,7 +87,7 @@ class WorkerProcess:
 
 
 async def start_worker(
-    args: Sequence[str], timeout: float = START_SECONDS, silent_seconds: float = SILENT_SECONDS
+    args: Sequence[str], timeout: float = START_SECONDS, silent_seconds: float = ModelSettings.worker_silence
 ) -> WorkerProcess:
     """Start `python -m engine.target.server` with `args` (`--address` is chosen here) and wait until it answers.
 
@@ -121,7 +122,7 @@ async def start_worker(
     return worker
 
 
-def place(args: Sequence[str], silent_seconds: float = SILENT_SECONDS) -> Place:
+def place(args: Sequence[str], silent_seconds: float = ModelSettings.worker_silence) -> Place:
     """A worker process of one's own, as one of a fleet."""
 
     async def connect() -> Connected:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftloom.v1 import target_pb2, target_pb2_grpc
+from engine.config import ModelSettings
 from engine.drafters import Feedback
-from engine.errors import WorkerLost
+from engine.errors import EngineError, WorkerLost
 from engine.server.errors import from_rpc_error
 from engine.server.listen import MAX_MESSAGE_BYTES, read_pem
 from engine.target import SequenceRequest, StepResult, TargetInfo, TargetStatus, wire
@@ -38,8 +40,6 @@ CONNECT_SECONDS = 3.0
 """How long a fleet waits for a worker to answer before it says that nobody is there, and tries again."""
 STATUS_SECONDS = 3.0
 """How long a worker may take to say how it stands."""
-SILENT_SECONDS = 60.0
-"""A worker that answers nothing for so long hangs."""
 LOOK_SECONDS = 5.0
 """How often one looks whether it answers."""
 CLOSE_SECONDS = 1.0
@@ -52,6 +52,8 @@ class RemoteTarget:
     def __init__(self, channel: grpc.aio.Channel, info: TargetInfo, silent_seconds: float) -> None:
         self.info = info
         self._silent_seconds = silent_seconds
+        self._watching: asyncio.Task[str] | None = None
+        self._closed = False
         self._channel = channel
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
@@ -61,7 +63,7 @@ class RemoteTarget:
         address: str,
         timeout: float = 30.0,
         credentials: grpc.ChannelCredentials | None = None,
-        silent_seconds: float = SILENT_SECONDS,
+        silent_seconds: float = ModelSettings.worker_silence,
     ) -> RemoteTarget:
         """Connect to unix:path or host:port, waiting at most `timeout` seconds for a worker to answer.
 
@@ -89,7 +91,7 @@ class RemoteTarget:
     async def open(self, request: SequenceRequest) -> AsyncIterator[RemoteSequence]:
         """See engine.target.Target. Leaving waits, at most a second, until the worker has freed the sequence; an error or a
         cancellation in the body cancels the stream at once instead."""
-        call = self._stub.Decode()
+        call = self._open_stub().Decode()
         try:
             opened = await _exchange(call, target_pb2.DecodeRequest(open=wire.open_to_wire(request)))
             about = opened.opened
@@ -104,7 +106,7 @@ class RemoteTarget:
     async def status(self) -> TargetStatus:
         """See engine.target.Target. One deep in a pass answers after it; who takes longer than `STATUS_SECONDS` is lost."""
         try:
-            answer = await self._stub.GetStatus(target_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+            answer = await self._open_stub().GetStatus(target_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         return wire.status_from_wire(answer.status)
@@ -113,31 +115,48 @@ class RemoteTarget:
         """Returns, with the reason, once the worker is gone, says that it takes no new sequences, or hangs.
 
         A worker answers between its passes. One that does not for `silent_seconds`, though connected, is taken for one that
-        never will: the connection is closed, so that sequences still open raise WorkerLost.
+        never will: the connection is closed, so that sequences still open raise WorkerLost. That goes on after this has
+        returned, until `close`: a worker that is about to end may hang as well.
         """
-        gone, silent = asyncio.create_task(self._gone()), asyncio.create_task(self._silent())
+        self._watching = self._watching or asyncio.create_task(self._close_if_silent())
+        gone = asyncio.create_task(self._gone())
         try:
-            await asyncio.wait([gone, silent], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([gone, self._watching], return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 return gone.result()
-            await self.close()
-            return silent.result()
+            return "its connection was closed" if self._watching.cancelled() else self._watching.result()
         finally:
             gone.cancel()
-            silent.cancel()
 
-    async def _silent(self) -> str:
-        """Returns once two questions in a row had no answer: a machine that slept meanwhile is forgiven one."""
-        num_missed = 0
-        while num_missed < 2:
-            try:
-                await self._health.Check(health_pb2.HealthCheckRequest(), timeout=self._silent_seconds / 2)
-                num_missed = 0
-            except grpc.aio.AioRpcError as error:
-                num_missed = num_missed + 1 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else 0
-            if not num_missed:
-                await asyncio.sleep(min(LOOK_SECONDS, self._silent_seconds))
+    async def _close_if_silent(self) -> str:
+        """Returns, with the reason, once the worker hangs and its connection is closed."""
+        while not await self._is_silent():
+            await asyncio.sleep(min(LOOK_SECONDS, self._silent_seconds))
+        await self._close()
         return f"it hangs: no answer for {self._silent_seconds:g} s"
+
+    async def _is_silent(self) -> bool:
+        """Asks, again and again: True once there is no answer for `silent_seconds`, False once the connection breaks.
+
+        A machine that sleeps comes back to waits that are over: so there are two, and what has arrived is read between them.
+        """
+        pulse = self._open_stub().Pulse()
+        try:
+            while True:
+                asked = asyncio.create_task(_exchange(pulse, target_pb2.PulseRequest()))
+                try:
+                    for _ in range(2):
+                        await asyncio.wait([asked], timeout=self._silent_seconds / 2)
+                    if not asked.done():
+                        return True
+                    asked.result()
+                finally:
+                    asked.cancel()
+                await asyncio.sleep(min(LOOK_SECONDS, self._silent_seconds))
+        except EngineError:
+            return False
+        finally:
+            pulse.cancel()
 
     async def _gone(self) -> str:
         """Returns once the worker ends, or is about to."""
@@ -154,7 +173,19 @@ class RemoteTarget:
 
     async def close(self) -> None:
         """End the connection; sequences still open raise WorkerLost."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._close()
+
+    async def _close(self) -> None:
+        self._closed = True
         await self._channel.close()
+
+    def _open_stub(self) -> Any:
+        """Raises WorkerLost once the connection is closed; gRPC's own error then is one for programmers."""
+        if self._closed:
+            raise WorkerLost("the connection to the worker was closed")
+        return self._stub
 
 
 class RemoteSequence:
@@ -180,7 +211,7 @@ class RemoteSequence:
         return result
 
 
-async def _exchange(call: Any, message: target_pb2.DecodeRequest) -> target_pb2.DecodeResponse:
+async def _exchange(call: Any, message: Message) -> Any:
     """One message there, one back. Raises what the worker raised, WorkerLost if it is gone."""
     try:
         with suppress(asyncio.InvalidStateError):  # the call is over: reading says why
@@ -195,7 +226,7 @@ async def _exchange(call: Any, message: target_pb2.DecodeRequest) -> target_pb2.
         raise WorkerLost("the connection to the worker was closed") from None
     if response is grpc.aio.EOF:
         raise WorkerLost("the worker ended the sequence; it may be shutting down")
-    return response  # type: ignore[no-any-return]
+    return response
 
 
 async def _finish(call: Any) -> None:
@@ -214,7 +245,11 @@ def tls(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCre
     return grpc.ssl_channel_credentials(read_pem(ca), read_pem(key), read_pem(cert))
 
 
-def place(address: str, credentials: grpc.ChannelCredentials | None = None, silent_seconds: float = SILENT_SECONDS) -> Place:
+def place(
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    silent_seconds: float = ModelSettings.worker_silence,
+) -> Place:
     """A worker at an address, as one of a fleet."""
 
     async def connect() -> Connected:

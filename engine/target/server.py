@@ -32,6 +32,8 @@ log = logging.getLogger("draftloom.worker")
 STOP_SECONDS = 5.0
 SETTLE_SECONDS = 0.2
 """For the last response to leave."""
+ENDLESS = frozenset({"/draftloom.v1.TargetService/Pulse"})
+"""Calls that last as long as their connection."""
 
 
 class TargetService(target_pb2_grpc.TargetServiceServicer):
@@ -45,6 +47,10 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
 
     async def GetStatus(self, message: target_pb2.GetStatusRequest, context: Context) -> target_pb2.GetStatusResponse:
         return target_pb2.GetStatusResponse(status=wire.status_to_wire(await self._target.status()))
+
+    async def Pulse(self, messages: AsyncIterator[target_pb2.PulseRequest], context: Context) -> None:
+        async for _ in messages:
+            await context.write(target_pb2.PulseResponse())
 
     async def Decode(self, messages: AsyncIterator[target_pb2.DecodeRequest], context: Context) -> None:
         first = await anext(messages, None)
@@ -95,7 +101,7 @@ async def serve_target(target: Target, address: str, credentials: grpc.ServerCre
 
     Raises ConfigError if the address cannot be bound.
     """
-    guard = Guard()
+    guard = Guard(ENDLESS)
     server = grpc.aio.server(interceptors=[guard], options=OPTIONS)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(target), server)
     health_servicer = add_health(server, target_pb2.DESCRIPTOR)
