@@ -85,7 +85,7 @@ def serve(folder: str) -> None:
     tokenizer = Tokenizer.load(folder)
     send(sys.stdout.buffer, [tokenizer.checksum.encode()])
     while (texts := receive(sys.stdin.buffer)) is not None:
-        send(sys.stdout.buffer, [ids.tobytes() for ids in tokenizer.encode_batch([text.decode() for text in texts])])
+        send(sys.stdout.buffer, tokenizer.encode_batch_packed([text.decode() for text in texts]))
 
 
 def send(stream: IO[bytes], parts: Sequence[bytes]) -> None:

@@ -7,7 +7,7 @@ of streaming: no half character and no half stop string ever goes out.
 Control tokens (`<|im_end|>`, `<s>`, ...) are not text, in neither direction: a text that merely looks like one is encoded as
 the characters it is made of, and a control token decodes to nothing. `special=True` asks for the opposite.
 
-Importing this module needs `tokenizers` and numpy; jinja2 is loaded by the first chat template.
+Importing this module needs `tokenizers`; numpy is loaded by the first ids, jinja2 by the first chat template.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import json
 import math
 import re
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from engine.errors import InvalidRequest, ModelError, UnsupportedParameter
 
 if TYPE_CHECKING:
     import jinja2
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["ModelError", "Piece", "StreamDecoder", "Tokenizer"]
 
@@ -138,11 +139,15 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> NDArray[np.int32]:
         """The ids of a text that begins a sequence: `encode`, after what the model expects in front of it (BOS, if any)."""
+        import numpy as np
+
         return np.concatenate([self._lead_in, self.encode(text)])
 
     @cached_property
     def _lead_in(self) -> NDArray[np.int32]:
         """The control tokens that the tokenizer's own post-processing puts in front of a text."""
+        import numpy as np
+
         ids = _ids(self._plain.encode("a", add_special_tokens=True))
         ordinary = np.flatnonzero(~np.isin(ids, list(self.special_ids)))
         return ids[: ordinary[0]] if len(ordinary) else ids[:0]
@@ -150,6 +155,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[NDArray[np.int32]]:
         """`encode` for each text, on all cores."""
         return [_ids(e) for e in self._encoder(special).encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_batch_packed(self, texts: Sequence[str]) -> list[bytes]:
+        """`encode_batch`, as the bytes of the arrays. Loads no numpy."""
+        return [array("i", e.ids).tobytes() for e in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _encoder(self, special: bool) -> tokenizers.Tokenizer:
         return self._parsing_control if special else self._plain
@@ -208,8 +217,8 @@ class Tokenizer:
         digest = hashlib.blake2b(b"draftloom tokenizer 1\n", digest_size=16)
         for token in self._bytes:
             digest.update(len(token).to_bytes(4, "little") + token)
-        digest.update(np.array(sorted(self.special_ids), "<i4").tobytes())
-        digest.update(self.encode(_PROBE).astype("<i4").tobytes())
+        for ids in (sorted(self.special_ids), self.encode(_PROBE).tolist()):
+            digest.update(b"".join(i.to_bytes(4, "little") for i in ids))
         return digest.hexdigest()
 
     # chat
@@ -236,6 +245,8 @@ class Tokenizer:
 
         So nobody can end a turn, or speak as the system, by writing `<|im_end|>`. Raises what `chat` raises.
         """
+        import numpy as np
+
         if not self._control_strings:
             return self.encode(self.chat(messages, add_generation_prompt), special=True)
         mark = _unused_mark(messages)
@@ -337,6 +348,8 @@ def _parse(definition: str) -> tokenizers.Tokenizer:
 
 
 def _ids(encoding: tokenizers.Encoding) -> NDArray[np.int32]:
+    import numpy as np
+
     return np.array(encoding.ids, np.int32)
 
 

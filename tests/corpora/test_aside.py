@@ -62,6 +62,12 @@ def test_what_cannot_be_loaded_has_no_checksum(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr() == ("", "")
 
 
+def test_it_loads_nothing_it_has_no_use_for() -> None:
+    """Numpy would take as long as a quarter of the tokenizer does."""
+    code = "import sys, corpora.aside, engine.text; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_process_that_is_killed_is_an_error(model: Path) -> None:
     """One that says so; nobody waits for an answer."""
     with TokenizerAside(model) as aside:

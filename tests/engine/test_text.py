@@ -38,8 +38,9 @@ def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
 @BOTH
 @given(texts=st.lists(texts, max_size=4))
 def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer, texts: list[str]) -> None:
-    """encode_batch gives what encode gives, int32, in order."""
+    """encode_batch gives what encode gives, int32, in order; packed are its bytes."""
     batch = tokenizer.encode_batch(texts)
+    assert tokenizer.encode_batch_packed(texts) == [ids.tobytes() for ids in batch]
     assert [ids.tolist() for ids in batch] == [tokenizer.encode(t).tolist() for t in texts]
     assert all(ids.dtype == np.int32 for ids in batch)
 
