@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from engine.config import ModelSettings
 from engine.errors import ModelError, WorkerLost
 from engine.target.fleet import Connected, Place
 from engine.target.remote import RemoteTarget
+from engine.target.sockets import SocketFolder
 
 SPIN_COUNT = "10000"
 """How long an idle thread of the worker's team spins for the next product: through the gaps within a pass (some 50
@@ -34,7 +32,7 @@ NUM_LAST_LINES = 12
 class WorkerProcess:
     """A running worker: `target` to talk to it, `wait()` to learn that it died, `close()` to end it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, folder: SocketFolder) -> None:
         self.process = process
         self.target: RemoteTarget
         self._folder = folder
@@ -76,7 +74,7 @@ class WorkerProcess:
             self.process.kill()
             await self.process.wait()
         await self._relay
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     async def _relay_stderr(self) -> None:
         assert self.process.stderr is not None
@@ -94,17 +92,16 @@ async def start_worker(
     What it writes to standard error comes out on ours. Raises ModelError with its last lines if it ends while starting,
     WorkerLost if it does not answer within `timeout` seconds; no process is left then.
     """
-    folder = Path(tempfile.mkdtemp(prefix="draftloom-"))  # mode 700
-    address = f"unix:{folder / 'worker.sock'}"
+    folder = SocketFolder()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.target.server", "--address", address, "--with-parent", *args),
+        *(sys.executable, "-m", "engine.target.server", "--address", folder.address, "--with-parent", *args),
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ},
     )
     worker = WorkerProcess(process, folder)
     ended = asyncio.create_task(process.wait())
-    connecting = asyncio.create_task(RemoteTarget.connect(address, timeout, silent_seconds=silent_seconds))
+    connecting = asyncio.create_task(RemoteTarget.connect(folder.address, timeout, silent_seconds=silent_seconds))
     try:
         await asyncio.wait([ended, connecting], return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
