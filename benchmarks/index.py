@@ -207,7 +207,7 @@ def updated(store: Path, tree: Path, build_seconds: float, repeats: int) -> dict
 
 
 def show(results: dict[str, dict[str, Any]], update: dict[str, Any]) -> None:
-    console = Console()
+    console = Console(width=150)
     table = Table("source", "files", "tokens", "MB/s", "tokens/s", "tokenizer alone", "ratio", "in tokenizer", "bytes a token",
                   "peak memory", "seconds", "process", "writers")  # fmt: skip
     for name, r in results.items():
