@@ -363,12 +363,11 @@ def _record_of(folder: Path) -> dict[str, Any] | None:
 
 def _found_by_suffixes(folder: Path) -> list[dict[str, Any]]:
     """What an end of n tokens of the corpus' own text finds in the rest of it; [] if the version cannot be opened."""
-    from retriever.datastore import Datastore
+    from retriever.ends import statistics_of
     from retriever.errors import RetrieverError
 
     try:
-        with Datastore.open(folder) as datastore:
-            return [asdict(each) for each in datastore.suffix_statistics((1, 2, 4, 8, 16, 32), samples=500)]
+        return [asdict(each) for each in statistics_of(folder, (1, 2, 4, 8, 16, 32), samples=500)]
     except (RetrieverError, OSError):
         return []
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from retriever import kernels, pages, plain
 from retriever.continuations import Continuations, Match
+from retriever.ends import SuffixStatistics, suffix_statistics
 from retriever.errors import Closed, TokenizerMismatch
 from retriever.format import (
     DELETED,
@@ -80,19 +81,6 @@ class Occurrence:
     offset: int
     before: Tokens
     after: Tokens
-
-
-@dataclass(frozen=True)
-class SuffixStatistics:
-    """What suffixes of one length found besides themselves: how many were asked, the share that found something, and how many
-    other occurrences in the mean and in the median.
-    """
-
-    length: int
-    num_samples: int
-    share_found: float
-    mean_found: float
-    median_found: float
 
 
 class Datastore:
@@ -287,40 +275,9 @@ class Datastore:
     def suffix_statistics(
         self, lengths: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), *, samples: int = 1000, seed: int = 0
     ) -> list[SuffixStatistics]:
-        """What a suffix of each of `lengths` tokens finds on average besides itself, from places of the text drawn evenly.
-
-        Lengths longer than any document that was drawn are left out. Some ten microseconds a sample and length. Raises Closed.
-        """
+        """`ends.suffix_statistics` of the segments. Raises Closed."""
         _positive(samples=samples, **{"lengths": min(lengths, default=1)})
-        segments = [segment for segment in self._mapped() if segment.num_tokens]
-        if not segments:
-            return []
-        rng = np.random.default_rng(seed)
-        shares = np.array([segment.num_tokens for segment in segments], np.float64)
-        counts: dict[int, list[int]] = {length: [] for length in lengths}
-        for number in rng.choice(len(segments), samples, p=shares / shares.sum()):
-            segment = segments[number]
-            place = kernels.nth_left(segment.left, segment.ranks, 0, len(segment.order), int(rng.integers(segment.num_tokens)))
-            position = int(segment.order[place])
-            document = int(np.searchsorted(segment.offsets, position, "right")) - 1
-            if place < 0 or not 0 <= document < len(segment.offsets) - 1:
-                continue
-            tokens = unpack_tokens(segment.packed(document), self._width).astype(np.int32)
-            end = position - int(segment.offsets[document]) + 1
-            for length in lengths:
-                if length <= end:
-                    counts[length].append(self.count(tokens[end - length : end]) - 1)
-        return [
-            SuffixStatistics(
-                length,
-                len(found),
-                float(np.mean(np.array(found) > 0)),
-                float(np.mean(found)),
-                float(np.median(found)),
-            )
-            for length, found in counts.items()
-            if found
-        ]
+        return suffix_statistics(self._mapped(), lengths, samples=samples, seed=seed)
 
     def document_name(self, index: int) -> str:
         """What document `index` (0 to num_documents - 1) was called when the corpus was built. Raises IndexError, Closed."""
