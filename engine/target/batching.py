@@ -107,15 +107,15 @@ class CostMeter:
         return CostCurve(self._rows, np.minimum.accumulate(seconds[::-1])[::-1].copy())
 
     def share(self, context: float, num_trees: int, other_rows: int) -> CostCurve:
-        """What rows cost one of `num_trees` trees in a pass with `other_rows` rows of others: its part of what the pass takes
-        with its root alone, and all of what its further rows add. So an engine that sees its own tree only cuts it about as far
-        as `cut_together` will.
+        """What rows cost one of `num_trees` trees in a pass with `other_rows` rows of others: its part of what a pass over the
+        roots alone takes, and all of what its further rows add where the others have as many. So an engine that sees its own
+        tree only cuts it about as far as `cut_together` will, and knows what a token takes without drafts.
         """
         whole = self.curve(context, num_trees)
         if self._frozen is not None or num_trees < 2:
             return whole
         seconds = whole.at(other_rows + whole.rows.astype(np.int64))
-        return CostCurve(whole.rows, seconds - seconds[0] * (1 - 1 / num_trees))
+        return CostCurve(whole.rows, seconds - seconds[0] + whole.at(num_trees) / num_trees)
 
     def _context(self, context: float, num_sequences: int, rows: NDArray[np.int32] | int) -> NDArray[np.float64]:
         """Seconds for the context."""

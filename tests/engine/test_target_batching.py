@@ -218,6 +218,8 @@ def test_beside_others_a_tree_pays_its_part_and_all_that_it_adds(monkeypatch: py
         share.validate()
         assert share.at(1) == pytest.approx((1 + num / 100) / num)
         assert share.at(9) - share.at(1) == pytest.approx(0.08)
+        drafting = meter.share(0.0, num, 2 * (num - 1))
+        assert drafting.at(1) == share.at(1), "what others' candidates take is no part of what a token takes without drafts"
         sizes.append(best_size(tree.probs[1:], share))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
     meter.freeze(CURVES[1])
