@@ -68,20 +68,19 @@ async def stream(target: Target, number: int, steps: int, nodes: int, timing: Ti
     random = np.random.default_rng(number)
     prompt = random.integers(0, target.info.vocab_size, 200).astype(np.int32)
     drawn = np.stack([random.choice(target.info.vocab_size, nodes + 1, replace=False) for _ in range(steps)]).astype(np.int32)
+    shape = (
+        np.maximum(np.arange(nodes + 1, dtype=np.int32) // 2 - 1, -1 + (np.arange(nodes + 1) > 0)).astype(np.int32),
+        np.concatenate(([1], np.linspace(0.9, 0.5, nodes))).astype(np.float32),
+        np.concatenate(([0], np.ones(nodes, np.int64))),
+        np.zeros(nodes + 1, np.uint8),
+    )
     limits = Limits(4 * steps + 16)
     request = SequenceRequest(prompt, SamplingParams(), limits, "default", feedback_top_k=TOP_K, feedback_prompt=0)
     async with target.open(request) as sequence:
         root, position = int(prompt[-1]), len(prompt) - 1
         for tokens in drawn:
             tokens[0] = root
-            tree = CandidateTree(
-                tokens,
-                np.maximum(np.arange(nodes + 1, dtype=np.int32) // 2 - 1, -1 + (np.arange(nodes + 1) > 0)).astype(np.int32),
-                np.concatenate(([1], np.linspace(0.9, 0.5, nodes))).astype(np.float32),
-                np.concatenate(([0], np.ones(nodes, np.int64))),
-                np.zeros(nodes + 1, np.uint8),
-                position,
-            )
+            tree = CandidateTree(tokens, *shape, position)
             start = time.perf_counter()
             result = await sequence.step(tree)
             timing.waited.append(1000 * (time.perf_counter() - start))

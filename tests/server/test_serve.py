@@ -469,13 +469,15 @@ def test_a_signal_drains() -> None:
 
 
 def test_option_names_are_known_to_grpc() -> None:
-    """gRPC ignores a misspelt option in silence, so each name must be in its library."""
+    """gRPC ignores a misspelt option in silence, and only complains of a misspelt experiment: each must be in its library."""
     with open(grpc._cython.cygrpc.__file__, "rb") as library:
         names = library.read()
     from draftloom.client import _CHANNEL_OPTIONS
+    from engine.target.process import EXPERIMENTS
     from engine.target.remote import OPTIONS as REMOTE_OPTIONS
 
-    for name, _ in (*OPTIONS, *REMOTE_OPTIONS, *_CHANNEL_OPTIONS):
+    options = [name for name, _ in (*OPTIONS, *REMOTE_OPTIONS, *_CHANNEL_OPTIONS)]
+    for name in options + [name.removeprefix("-") for name in EXPERIMENTS.split(",")]:
         assert name.encode() + b"\x00" in names
 
 
