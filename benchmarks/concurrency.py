@@ -12,7 +12,7 @@ run `--rounds` times both ways, in changing order; a ratio is the median of the 
 Tokens/s are those of the time in which all clients are busy: from when each has its first token until the first of them finds
 the queue empty. Answers with drafts end at different times, and the slowest then runs alone in passes that cost it nearly as
 much as all: `to the end` has that time in it, and stands for one batch of requests with nobody behind it. Beside them stand
-tokens a step, nodes a step and the share of a client's time that goes into drafting.
+tokens a step, nodes a step and the share of the whole time in which the engine drafts for somebody.
 
 Prints a table; the last line is JSON, with the worker's counts.
 """
@@ -43,10 +43,10 @@ from engine.text import Tokenizer
 
 @dataclass
 class Turn:
-    """Answers to all texts, in their order; tokens/s while all clients were busy, and from the first request to the last
-    answer."""
+    """Answers to all texts, in their order, and how long they took; tokens/s while all clients were busy, and of all of it."""
 
     answers: list[Answer]
+    seconds: float
     busy: float
     to_the_end: float
 
@@ -70,7 +70,8 @@ async def turn(engine: Any, texts: list[str], level: int, tokens: int, speculate
     begin, end = max(firsts), min(lasts)
     num_busy = sum(count for each in answers.values() for at, count in each.times if begin < at <= end)
     num_all = sum(len(each.tokens) for each in answers.values())
-    return Turn([answers[place] for place in range(len(texts))], num_busy / (end - begin), num_all / (max(lasts) - start))
+    seconds = max(lasts) - start
+    return Turn([answers[place] for place in range(len(texts))], seconds, num_busy / (end - begin), num_all / seconds)
 
 
 async def measure(
@@ -90,7 +91,6 @@ async def measure(
             said = speculative[-1].answers
             num_tokens = sum(len(each.tokens) for each in said)
             num_steps = sum(each.statistics.num_steps for each in said)
-            drafting = sum(each.statistics.draft_seconds for each in said)
             found[str(level)] = {
                 "plain": median(each.busy for each in plain),
                 "speculative": median(each.busy for each in speculative),
@@ -98,7 +98,7 @@ async def measure(
                 "to_the_end": median(on.to_the_end / off.to_the_end for off, on in zip(plain, speculative, strict=True)),
                 "tokens_per_step": num_tokens / num_steps,
                 "nodes_per_step": sum(each.statistics.num_nodes for each in said) / num_steps,
-                "draft_share": drafting / (drafting + sum(each.statistics.step_seconds for each in said)),
+                "draft_share": sum(each.statistics.draft_seconds for each in said) / speculative[-1].seconds,
                 "identical": sum(a.tokens == b.tokens for a, b in zip(plain[-1].answers, said, strict=True)) / len(said),
             }
             console.print(f"{level}: {found[str(level)]['ratio']:.2f}")
@@ -154,8 +154,7 @@ def main(
     wanted = [int(level) for level in levels.split(",")]
     figures = asyncio.run(run(model, dtype, threads, own_process, wanted, requests, tokens, prompt, rounds))
     table = Table(
-        "clients", "plain, tokens/s", "speculative", "ratio", "to the end", "tokens a step", "nodes a step", "drafting",
-        "identical", box=None,
+        "clients", "plain", "drafts", "ratio", "to the end", "tokens/step", "nodes/step", "drafting", "same", box=None,
     )  # fmt: skip
     for level, row in figures["concurrency"].items():
         table.add_row(
