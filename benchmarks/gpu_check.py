@@ -296,7 +296,7 @@ async def answer(
     """Prompt and answer of one request, int32, as the engine decodes it."""
     request = SequenceRequest(prompt, SamplingParams(), Limits(tokens), "default")
     about = DraftRequest(request.tenant, target.info.model, prompt)
-    with Panel(sources, about, target.info.vocab_size, budget=MOST_DRAFTS, deadline=1.0) as panel:
+    with Panel(sources, about, target.info.vocab_size, deadline=1.0) as panel:
         session = Session(prompt, panel.labels, learnt, MOST_DRAFTS)
         async with target.open(request) as sequence:
             async for _ in decode(session, panel, sequence, Times()):

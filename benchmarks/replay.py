@@ -300,7 +300,7 @@ def replay(
     async def run() -> None:
         for turn in turns:
             request = DraftRequest(DEFAULT_TENANT, "replay", turn.prompt, stores, memory=memory)
-            with Panel(drafters, request, vocab_size, budget=budget, deadline=float("inf")) as panel:
+            with Panel(drafters, request, vocab_size, deadline=float("inf")) as panel:
                 session = Session(turn.prompt, panel.labels, calibration, budget)
                 await serve(session, panel, turn, found, vocab_size if made_up else 0)
 
@@ -314,7 +314,7 @@ async def serve(session: Session, panel: Panel, turn: Turn, found: Replay, vocab
     while not session.finished:
         done = session.num_emitted
         start = time.perf_counter()
-        drafts = await panel.propose(session.tokens)
+        drafts = await panel.propose(session.tokens, session.num_wanted)
         tree = session.tree(drafts, NEARLY_FREE if vocab_size else FREE, panel.lookahead)
         drafted = time.perf_counter()
         ahead = turn.answer[done:]
@@ -435,10 +435,10 @@ def oracle(turns: Sequence[Turn], stores: Mapping[str, Datastore], names: Sequen
         for turn in turns:
             text = np.concatenate([turn.prompt, turn.answer])
             request = DraftRequest(DEFAULT_TENANT, "replay", turn.prompt, stores, memory=memory)
-            with Panel(drafters, request, vocab_size, budget=budget, deadline=float("inf")) as panel:
+            with Panel(drafters, request, vocab_size, deadline=float("inf")) as panel:
                 at = len(turn.prompt)
                 while at < len(text):
-                    drafts = await panel.propose(text[:at])
+                    drafts = await panel.propose(text[:at], 2 * budget)
                     reached = max((reach(draft, text[at:], budget) for draft in drafts if draft is not None), default=0)
                     emitted = text[at : at + reached + 1]
                     panel.accept(emitted, Feedback())

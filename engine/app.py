@@ -154,7 +154,7 @@ class Engine:
                 calibration = _begin_calibration(calibration.arrays())
             deadline = self._config.speculation.deadline_ms / 1000
             panel = stack.enter_context(
-                Panel(drafters, draft_request, self.info.vocab_size, budget=max_nodes, deadline=deadline)
+                Panel(drafters, draft_request, self.info.vocab_size, deadline=deadline)
             )
             session = Session(prompt, panel.labels, calibration, max_nodes)
             reader = _Reader(StreamDecoder(self.tokenizer, request.stop, request.include_stop), session, request)

@@ -37,7 +37,7 @@ async def decode(
         panel.accept(_NO_TOKENS, sequence.feedback)
     while not session.finished:
         start = time.perf_counter()
-        drafts = await panel.propose(session.tokens) if goodput.pays else None
+        drafts = await panel.propose(session.tokens, session.num_wanted) if goodput.pays else None
         tree = session.tree(drafts or panel.silence, sequence.curve, panel.lookahead if drafts else None)
         drafted = time.perf_counter()
         result = await sequence.step(tree)

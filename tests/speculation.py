@@ -71,7 +71,7 @@ def decode_by_loop(
 
     async def run() -> tuple[Decoded, Tally, tuple[Record, ...]]:
         about = DraftRequest(request.tenant, target.info.model, request.prompt)
-        with Panel(drafters, about, target.info.vocab_size, budget=12, deadline=deadline) as panel:
+        with Panel(drafters, about, target.info.vocab_size, deadline=deadline) as panel:
             session = Session(request.prompt, panel.labels, Calibration(), 12)
             logprobs: list[float] = []
             async with target.open(request) as sequence:

@@ -160,7 +160,7 @@ def test_the_complete_drafter_of_the_page_works(monkeypatch: pytest.MonkeyPatch)
 
     async def run(drafters: list[Any]) -> tuple[list[int], int]:
         request = SequenceRequest(prompt, SamplingParams(), Limits(max_tokens=60), "default")
-        with Panel(drafters, DraftRequest("default", "fake", prompt), 16, budget=4, deadline=10.0) as panel:
+        with Panel(drafters, DraftRequest("default", "fake", prompt), 16, deadline=10.0) as panel:
             session = Session(prompt, panel.labels, Calibration(), 4)
             async with target.open(request) as sequence:
                 async for _ in decode(session, panel, sequence, Times()):

@@ -34,10 +34,6 @@ _TRIAL = 64
 _PROBE = 16
 """A source that does not pay for its time is asked on every so-manieth step."""
 
-_SURPLUS = 2
-"""Nodes a source is asked for, for each that the tree takes: the merge has more to choose from (0.5 to 2 % more tokens a
-step)."""
-
 _REST = 16
 """Steps for which it is left alone."""
 
@@ -57,8 +53,7 @@ class Record:
 class Panel:
     """The sources of one request, in the order of `labels`.
 
-    `budget` is the most nodes of a tree; every source is asked for twice as many. `deadline` is in seconds for each step. Use
-    as a context manager, or call `close`.
+    `deadline` is in seconds for each step. Use as a context manager, or call `close`.
     """
 
     def __init__(
@@ -67,12 +62,10 @@ class Panel:
         request: DraftRequest,
         vocab_size: int,
         *,
-        budget: int,
         deadline: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.problems: list[str] = []
-        self._budget = _SURPLUS * budget
         self._deadline = deadline
         self._clock = clock
         self._num_judged = 0
@@ -101,11 +94,12 @@ class Panel:
         """What happened to each source so far."""
         return tuple(seat.record for seat in self._seats)
 
-    async def propose(self, context: Tokens) -> list[Draft | None]:
-        """A valid draft of every source below the end of `context` (int32 [n]); None where it was dropped for this step."""
+    async def propose(self, context: Tokens, budget: int) -> list[Draft | None]:
+        """A valid draft of at most `budget` nodes of every source below the end of `context` (int32 [n]); None where it was
+        dropped for this step."""
         end = self._clock() + self._deadline
-        asked = {i: seat.ask(context, self._budget) for i, seat in enumerate(self._seats) if seat.blocking}
-        drafts = [None if seat.blocking else seat.propose(context, self._budget, end) for seat in self._seats]
+        asked = {i: seat.ask(context, budget) for i, seat in enumerate(self._seats) if seat.blocking}
+        drafts = [None if seat.blocking else seat.propose(context, budget, end) for seat in self._seats]
         if waiting := [asyncio.wrap_future(future) for future in asked.values() if future is not None]:
             await asyncio.wait(waiting, timeout=max(0.0, end - self._clock()))
         for i, future in asked.items():

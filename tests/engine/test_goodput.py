@@ -132,7 +132,7 @@ def test_a_text_is_the_same_whether_drafting_pays_or_not(temperature: float) -> 
         async def go() -> list[int]:
             target = FakeTarget(32, curve=curve)
             about = DraftRequest("default", "m", prompt)
-            with Panel([Hears("h", say)] if source else [], about, 32, budget=8, deadline=60.0) as panel:
+            with Panel([Hears("h", say)] if source else [], about, 32, deadline=60.0) as panel:
                 session = Session(prompt, panel.labels, Calibration(), 8)
                 async with target.open(SequenceRequest(prompt, sampling, limits, "default")) as sequence:
                     async for _ in decode(session, panel, sequence, Times()):

@@ -192,7 +192,7 @@ def run(target: FakeTarget, curve: CostCurve, sampling: SamplingParams) -> tuple
 
     async def go() -> tuple[list[int], Tally]:
         about = DraftRequest("t", "fake", request.prompt)
-        with Panel([LookaheadDrafter()], about, target.info.vocab_size, budget=8, deadline=60.0) as panel:
+        with Panel([LookaheadDrafter()], about, target.info.vocab_size, deadline=60.0) as panel:
             session = Session(request.prompt, panel.labels, Calibration(), 8)
             async with target.open(request) as sequence:
                 async for _ in decode(session, panel, sequence, Times()):

@@ -79,12 +79,12 @@ def wait_for(holds: Callable[[], bool]) -> None:
 def panel_of(*drafters: Scripted | Hint, deadline: float = 1.0, clock: Clock | None = None) -> Panel:
     """A panel over these."""
     request = DraftRequest("default", "m", np.arange(3, dtype=np.int32))
-    return Panel(drafters, request, VOCAB, budget=8, deadline=deadline, clock=clock or time.perf_counter)
+    return Panel(drafters, request, VOCAB, deadline=deadline, clock=clock or time.perf_counter)
 
 
 def propose(panel: Panel, length: int) -> list[Draft | None]:
     """Ask for drafts after a context of `length` tokens."""
-    return asyncio.run(panel.propose(np.arange(length, dtype=np.int32)))
+    return asyncio.run(panel.propose(np.arange(length, dtype=np.int32), 16))
 
 
 def says(drafts: list[Draft | None]) -> list[int | None]:
@@ -336,7 +336,7 @@ def test_a_blocking_source_reads_a_context_of_its_own() -> None:
 
     buffer = np.arange(3, dtype=np.int32)
     with panel_of(Hint("s", source, blocking=True, gate=gate), deadline=0.0) as panel:
-        asyncio.run(panel.propose(buffer))
+        asyncio.run(panel.propose(buffer, 16))
         buffer[:] = 9
         gate.set()
         wait_for(lambda: bool(seen))

@@ -241,3 +241,17 @@ def test_a_cut_outside_the_last_step_is_refused(keep: int) -> None:
     session.cut(2, "stop")
     with pytest.raises(RuntimeError, match="nothing to cut"):
         session.cut(1, "stop")
+
+
+def test_sources_are_asked_for_some_times_what_the_last_tree_took() -> None:
+    """Never for more than twice what a tree may have, and not for so few that a tree could not grow."""
+    many = Draft.of(range(40), [-1] * 40, [0.02] * 40)
+    session = session_of(["a"], max_nodes=64)
+    assert session.num_wanted == 32, "before the first tree"
+    tree = session.tree([many], FREE)
+    assert session.num_wanted == 128, "all 40 were taken"
+    session.commit(answer(tree, [50]))
+    session.tree([None], FREE)
+    assert session.num_wanted == 32, "the last had none"
+    assert session_of(["a"], max_nodes=4).num_wanted == 8
+    assert session_of(["a"], max_nodes=0).num_wanted == 0
