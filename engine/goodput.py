@@ -22,10 +22,11 @@ class Goodput:
     1. The tree is counted at the size that pays, so that what was sent beyond it costs nothing here.
     2. Without drafts a token takes the curve's single row, less what of it is drafting: as much of that as there lately was.
     3. Where the mean over the last drafted steps is a loss of more than `TOLERATED` of a token's seconds, there are no drafts
-       but on every `PROBE`-th step, which may raise it. Less is what hearing a source costs that has nothing to say yet.
+       but on every `PROBE`-th step, which may raise it. Less is what a step without drafts takes as well, and what it is worth
+       to hear a source that has nothing to say yet.
     """
 
-    TOLERATED = 0.01
+    TOLERATED = 0.1
     PROBE = 16
     TRIAL = 8
     """Drafted steps after which a request is judged for the first time, and of about which the mean is."""

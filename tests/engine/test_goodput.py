@@ -59,8 +59,8 @@ def turns(goodput: Goodput, num_steps: int, probs: tuple[float, ...], curve: Cos
         ((0.9,), DEAR, 0.1, True),  # .9 x .9 - .5 - .1
         ((0.9,), DEAR, 0.3, False),  # .9 x .7 - .5 - .3
         ((0.9, 0.1), DEAR, 0.1, True),  # the second node is not worth its row, so it takes none
-        ((), FREE, 0.005, True),  # nothing to say costs next to nothing
-        ((), FREE, 0.05, False),
+        ((), FREE, 0.05, True),  # nothing to say, at hardly a cost
+        ((), FREE, 0.2, False),
     ],
 )
 def test_drafting_goes_on_where_it_brings_more_than_it_takes(
