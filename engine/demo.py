@@ -17,7 +17,6 @@ import hashlib
 import importlib.util
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from engine.cli import progress
 from engine.errors import ConfigError, EngineError
 from engine.models import resolve
 from engine.screen import TARGET, Painter, share, style
-from engine.spawn import own_server
+from engine.spawn import own_server, running
 
 CORPUS = "demo"
 HELD_OUT = 50
@@ -166,7 +165,7 @@ def find_tasks(folder: Path, held_out: Sequence[str]) -> Iterator[Task]:
 
 def build(folder: Path, held_out: Sequence[str], model: str, store: Path | None) -> None:
     """Index `folder` without the held-out files, by the command that anybody would use. Raises EngineError if it fails."""
-    command = [sys.executable, "-m", "engine.cli", "corpus", "build", CORPUS, str(folder), "--model", model]
+    command = [*running("engine.cli"), "corpus", "build", CORPUS, str(folder), "--model", model]
     for file in held_out:
         command += ["--exclude", f"/{file}"]
     if store is not None:

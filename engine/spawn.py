@@ -37,7 +37,7 @@ def own_server(arguments: Sequence[str] = ()) -> Iterator[str]:
     line it wrote, if it ends otherwise before it is ready, or takes longer than START_SECONDS.
     """
     port = free_port()
-    command = [sys.executable, "-m", "engine.cli", "serve", "--with-parent", "--port", str(port), *arguments]
+    command = [*running("engine.cli"), "serve", "--with-parent", "--port", str(port), *arguments]
     with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log) as process:
         try:
             _wait(process, f"127.0.0.1:{port}", log)
@@ -48,6 +48,13 @@ def own_server(arguments: Sequence[str] = ()) -> Iterator[str]:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def running(module: str) -> list[str]:
+    """The command that runs a module of this installation. It is looked for where this process looks for modules: in the folder
+    that the user stands in, whose code may be anybody's, only if this process does so, too."""
+    inside = not {"", os.getcwd()}.isdisjoint(sys.path)
+    return [sys.executable, *([] if inside else ["-P"]), "-m", module]
 
 
 def end_with_parent(*, at_once: bool = False) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from engine.config import ModelSettings
 from engine.errors import ModelError, WorkerLost
+from engine.spawn import running
 from engine.target.fleet import Connected, Place
 from engine.target.remote import RemoteTarget
 from engine.target.sockets import SocketFolder
@@ -98,7 +99,7 @@ async def start_worker(
     """
     folder = SocketFolder()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.target.server", "--address", folder.address, "--with-parent", *args),
+        *(*running("engine.target.server"), "--address", folder.address, "--with-parent", *args),
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={"GOMP_SPINCOUNT": SPIN_COUNT, "GRPC_EXPERIMENTS": EXPERIMENTS, **os.environ},

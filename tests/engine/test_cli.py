@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,15 @@ def test_kernels_are_compiled_anew_when_one_that_they_call_changes(tmp_path: Pat
         assert len(folders) == num
     files[-1].write_text("changed")
     assert cli.kernels_folder() in folders
+
+
+def test_code_of_the_folder_one_stands_in_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository with an `engine` of its own: processes of ours run ours."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit('foreign code')")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", os.getcwd())])
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([*spawn.running("engine.cli"), "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"draftloom {version('draftloom')}\n"), done.stderr
+    monkeypatch.syspath_prepend("")
+    assert "-P" not in spawn.running("engine.cli"), "where this process looks, too"
