@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from threading import Event
@@ -90,6 +93,24 @@ def propose(panel: Panel, length: int) -> list[Draft | None]:
 def says(drafts: list[Draft | None]) -> list[int | None]:
     """The length of the context that each draft is for; None where there is none."""
     return [None if draft is None else int(draft.tokens[0]) for draft in drafts]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_a_blocking_source_stands_back_for_the_targets_passes() -> None:
+    """Its thread has a lower priority than that which asks; a quick one's, which is the same, keeps its own."""
+    priorities: dict[str, int] = {}
+
+    class Asked(Scripted):
+        def propose(self, context: NDArray[np.int32], budget: int) -> Draft:
+            priorities[self.name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+            return super().propose(context, budget)
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    blocking = Asked("b", blocking=True)
+    blocking.permits = 1
+    with panel_of(Asked("a"), blocking, deadline=60) as panel:
+        propose(panel, 3)
+    assert priorities == {"a": own, "b": max(own, 10)}, "and it never rises"
 
 
 def test_drafts_come_in_the_order_of_labels() -> None:
