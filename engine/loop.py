@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.drafters.panel import Panel
-from engine.goodput import Goodput
 from engine.session import Session, Step
 from engine.target import StepResult, TargetSequence
 
@@ -32,24 +31,19 @@ async def decode(
 
     Whatever the panel does, the tokens are the target's own. Raises what `sequence.step` raises.
     """
-    goodput = Goodput()
     if len(sequence.feedback.nodes):
         panel.accept(_NO_TOKENS, sequence.feedback)
     while not session.finished:
         start = time.perf_counter()
-        drafts = await panel.propose(session.tokens, session.num_wanted) if goodput.pays else None
-        tree = session.tree(drafts or panel.silence, sequence.curve, panel.lookahead if drafts else None)
+        drafts = await panel.propose(session.tokens, session.num_wanted)
+        tree = session.tree(drafts, sequence.curve, panel.lookahead)
         drafted = time.perf_counter()
         result = await sequence.step(tree)
         verified = time.perf_counter()
         step = session.commit(result)
+        panel.reward(session.reached, min(float(sequence.curve.at(1)), verified - drafted))
         panel.accept(step.tokens, result.feedback)
-        drafting = drafted - start + time.perf_counter() - verified
-        if drafts:
-            panel.reward(session.reached, min(goodput.token_seconds, verified - drafted))
-            goodput.weigh(tree, sequence.curve, drafting)
-        else:
-            goodput.skip()
-        times.draft += drafting
+        times.draft += drafted - start
         times.step += verified - drafted
+        times.draft += time.perf_counter() - verified
         yield step, result

@@ -87,8 +87,7 @@ class Drafting(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int], feedback: Feedback) -> None:
-        """Take in the tokens emitted since the last call, the only place where state advances: those of a step, or, where
-        nobody was asked for drafts, of several, whose feedback is one (`Feedback.together`).
+        """Take in the tokens just emitted; the only place where state advances.
 
         Before the first step it may be called with no tokens and with what the target said along the prompt.
         """

@@ -3,9 +3,8 @@
 A source that raises, answers with something that is no draft, or is late is dropped for the step and counted; after a few
 misses in a row it is left alone for a while. Whatever happens here, the target's text is the same; only speed changes.
 
-Quick sources run on the caller's thread, one after the other. What was emitted they hear when they are next asked, and of steps
-for which nobody drafted all at once. A blocking one has a thread of its own: while it is busy it is skipped, and the tokens it
-should accept wait in its queue. A draft that comes after its step is never used for another.
+Quick sources run on the caller's thread, one after the other. A blocking one has a thread of its own: while it is busy it is
+skipped, and the tokens it should accept wait in its queue. A draft that comes after its step is never used for another.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-
-import numpy as np
 
 from engine.calibration import alone
 from engine.drafters import Drafter, Drafting, DraftRequest, Feedback, Lookahead, Tokens
@@ -40,9 +37,6 @@ _PROBE = 16
 
 _REST = 16
 """Steps for which it is left alone."""
-
-_MOST_HEARD = 16
-"""Steps that may pass until a source that is not asked hears of them."""
 
 
 @dataclass
@@ -135,13 +129,8 @@ class Panel:
             self._num_judged = 0
             max(losing, key=lambda seat: seat.loss).idle = True
 
-    @property
-    def silence(self) -> list[Draft | None]:
-        """The drafts of a step for which nobody is asked."""
-        return [None] * len(self._seats)
-
     def accept(self, tokens: Tokens, feedback: Feedback) -> None:
-        """Tell every source what was emitted, at the latest when it is next asked."""
+        """Tell every source what was emitted."""
         for seat in self._seats:
             seat.accept(tokens, feedback)
 
@@ -193,7 +182,6 @@ class _Seat:
         self._misses = 0
         self._resting = 0
         self._broken = False
-        self._heard: list[tuple[Tokens, Feedback]] = []
         self.idle = False
         """Asked now and then only."""
         self.loss = 0.0
@@ -225,9 +213,6 @@ class _Seat:
         if self._clock() > end:
             self.record.late += 1
             return None
-        self._hear()
-        if self._broken:
-            return None
         outcome = self._draft(context, budget)
         return self._judge(None if isinstance(outcome, Draft) and self._clock() > end else outcome)
 
@@ -250,10 +235,7 @@ class _Seat:
 
     def lookahead(self, num_rows: int, curve: CostCurve) -> LookaheadRows:
         """The rows it wants; none if it failed, or is no source of rows."""
-        if self._rows is None:
-            return LookaheadRows.none()
-        self._hear()
-        if self._broken:
+        if self._rows is None or self._broken:
             return LookaheadRows.none()
         start = self._clock()
         try:
@@ -272,10 +254,8 @@ class _Seat:
             return
         if self._thread is not None:
             self._thread.submit(self._accept, tokens, feedback)
-            return
-        if (self._heard and not _of_a_root(*self._heard[-1])) or len(self._heard) == _MOST_HEARD:
-            self._hear()
-        self._heard.append((tokens, feedback))
+        else:
+            self._accept(tokens, feedback)
 
     def close(self) -> None:
         """Close the drafting, on its own thread if it has one (not waited for)."""
@@ -283,7 +263,6 @@ class _Seat:
             self._thread.submit(self._close)
             self._thread.shutdown(wait=False)
         else:
-            self._hear()
             self._close()
 
     def _draft(self, context: Tokens, budget: int) -> _Outcome:
@@ -308,13 +287,6 @@ class _Seat:
         else:
             self._failed(outcome)
         return None
-
-    def _hear(self) -> None:
-        """Pass on what waits, which is of one step, or of several of which all but the last were over a root alone."""
-        if self._heard:
-            heard, self._heard = self._heard, []
-            tokens = heard[0][0] if len(heard) == 1 else np.concatenate([each for each, _ in heard])
-            self._accept(tokens, Feedback.together([each for _, each in heard]))
 
     def _accept(self, tokens: Tokens, feedback: Feedback) -> None:
         try:
@@ -348,8 +320,3 @@ class _Seat:
             if self._num_skipped:
                 return True
         return self._broken
-
-
-def _of_a_root(tokens: Tokens, feedback: Feedback) -> bool:
-    """Whether a step verified its root alone, so that what follows in the text follows in the feedback, too."""
-    return len(tokens) == 1 and len(feedback.nodes) <= 1
