@@ -26,6 +26,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +106,7 @@ class Device:
         for start in range(0, len(text), chunk):
             piece = np.asarray(text[start : start + chunk], np.int32)
             table.reserve(len(piece))
-            self.passes.run(piece, [Part(table, chain(len(piece)))], [Ask(0, 0, Choices.likeliest(0))])
+            self.passes.run(piece, [Part(table, chain(len(piece)))], [Ask(0, 0, partial(Choices.likeliest, 0))])
             table.keep(np.arange(len(piece), dtype=np.int32))
         return table
 
@@ -114,7 +115,7 @@ class Device:
         for table, tree in zip(tables, trees, strict=True):
             table.reserve(len(tree))
         parts = [Part(table, tree.parents) for table, tree in zip(tables, trees, strict=True)]
-        asks = [Ask(len(tree), 0, None if logits else Choices.likeliest(len(tree))) for tree in trees]
+        asks = [Ask(len(tree), 0, None if logits else partial(Choices.likeliest, len(tree))) for tree in trees]
         return self.passes.run(np.concatenate([tree.tokens for tree in trees]), parts, asks)
 
 

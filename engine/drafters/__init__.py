@@ -39,19 +39,6 @@ class Feedback:
     parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     num_lookahead: int = 0
 
-    @staticmethod
-    def together(heard: Sequence[Feedback]) -> Feedback:
-        """What was said in steps one after the other, all but the last over a root alone: the first row of each follows the
-        row before. Empty if nobody asked for any."""
-        if len(heard) == 1 or not len(heard[0].nodes):
-            return heard[0]
-        return Feedback(
-            top_ids=np.concatenate([each.top_ids for each in heard]),
-            nodes=np.concatenate([each.nodes for each in heard]),
-            parents=np.concatenate([each.parents + np.int32(first) for first, each in enumerate(heard)]),
-            num_lookahead=heard[-1].num_lookahead,
-        )
-
 
 @dataclass(frozen=True)
 class DraftRequest:

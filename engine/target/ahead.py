@@ -103,8 +103,20 @@ def _joined(
         path=path,
         tokens=np.concatenate([step.tokens for step in steps]),
         verified=verified,
-        feedback=Feedback.together([step.feedback for step in steps]),
+        feedback=_joined_feedback([step.feedback for step in steps]),
         logprobs=_joined_logprobs([step.logprobs for step in steps if step.logprobs is not None]),
+    )
+
+
+def _joined_feedback(heard: list[Feedback]) -> Feedback:
+    """The first row of each follows the row before it: all but the last are single rows."""
+    if not len(heard[0].nodes):
+        return Feedback()
+    return Feedback(
+        top_ids=np.concatenate([each.top_ids for each in heard]),
+        nodes=np.concatenate([each.nodes for each in heard]),
+        parents=np.concatenate([each.parents + np.int32(first) for first, each in enumerate(heard)]),
+        num_lookahead=heard[-1].num_lookahead,
     )
 
 

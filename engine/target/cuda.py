@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -546,6 +547,6 @@ class DevicePasses:
                 if rows <= table.room:
                     table.reserve(rows)
                     chain = np.arange(-1, rows - 1, dtype=np.int32)
-                    self.run(np.zeros(rows, np.int32), [Part(table, chain)], [Ask(1, 1, Choices.likeliest(1))])
+                    self.run(np.zeros(rows, np.int32), [Part(table, chain)], [Ask(1, 1, partial(Choices.likeliest, 1))])
         finally:
             table.close()

@@ -61,6 +61,11 @@ def exp_rows(x: Any, out: Any) -> None:
         bits[i] += np.int32(k) << 23
 
 
+def _function(builder: Any, name: str, result: Any, operands: list[Any]) -> Any:
+    """A function of LLVM's own, by its name."""
+    return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(result, operands), name)
+
+
 def _vector(builder: Any, number: Any) -> Any:
     """A vector of LANES times the same number, in LLVM's terms."""
     nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
@@ -102,9 +107,6 @@ def _sum_over(builder: Any, address: Any, num: Any, change: Callable[[Any], Any]
     zeros = ir.Constant(kind, [0.0] * LANES)
     lanes = cgutils.alloca_once_value(builder, zeros)
 
-    def function(name: str, result: Any, operands: list[Any]) -> Any:
-        return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(result, operands), name)
-
     def place(first: Any) -> Any:
         return builder.inttoptr(builder.add(address, builder.mul(first, index(4))), kind.as_pointer())
 
@@ -120,11 +122,11 @@ def _sum_over(builder: Any, address: Any, num: Any, change: Callable[[Any], Any]
         counts = ir.Constant(ir.VectorType(index, LANES), list(range(LANES)))
         inside = builder.icmp_signed("<", counts, _vector(builder, builder.sub(num, full)))
         here, align = place(full), ir.IntType(32)(4)
-        load = function("llvm.masked.load.v16f32.p0", kind, [here.type, align.type, yes, kind])
+        load = _function(builder, "llvm.masked.load.v16f32.p0", kind, [here.type, align.type, yes, kind])
         x = builder.call(load, [here, align, inside, zeros])
         if change is not None:
             x = builder.select(inside, change(x), zeros)
-            store = function("llvm.masked.store.v16f32.p0", ir.VoidType(), [kind, here.type, align.type, yes])
+            store = _function(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [kind, here.type, align.type, yes])
             builder.call(store, [x, here, align, inside])
         builder.store(builder.fadd(builder.load(lanes), x), lanes)
     total = number(0.0)
@@ -361,9 +363,6 @@ def _dot_tile(instruction: str) -> Any:
             rows, a, a_stride, b, steps, early, pace, sums = args
             vectors = range(PANEL // LANES)
 
-            def function(name: str, result: Any, operands: list[Any]) -> Any:
-                return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(result, operands), name)
-
             def pointer(base: Any, distance: Any, kind: Any) -> Any:
                 return builder.inttoptr(builder.add(base, distance), kind.as_pointer())
 
@@ -380,11 +379,11 @@ def _dot_tile(instruction: str) -> Any:
 
             def add_products(total: Any, unsigned: Any, signed: Any) -> Any:
                 if instruction == "avx512vnni":
-                    four_products = function("llvm.x86.avx512.vpdpbusd.512", words, [words, quads, quads])
+                    four_products = _function(builder, "llvm.x86.avx512.vpdpbusd.512", words, [words, quads, quads])
                     return builder.call(four_products, [total, unsigned, signed])
                 if instruction == "avx2":
                     half, eight = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(word, LANES // 2)
-                    pairs = function("llvm.x86.avx2.pmadd.wd", eight, [half, half])
+                    pairs = _function(builder, "llvm.x86.avx2.pmadd.wd", eight, [half, half])
                     wide = ir.VectorType(ir.IntType(16), 4 * LANES)
                     both = builder.zext(unsigned, wide), builder.sext(signed, wide)
                     parts = [
@@ -400,7 +399,7 @@ def _dot_tile(instruction: str) -> Any:
                     total = builder.add(total, pick(products, range(part, each * LANES, each)))
                 return total
 
-            prefetch = function("llvm.prefetch.p0", ir.VoidType(), [byte.as_pointer(), word, word, word])
+            prefetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [byte.as_pointer(), word, word, word])
             end = builder.append_basic_block()
             switch = builder.switch(rows, end)
             for count in range(1, TILE_ROWS + 1):
@@ -662,9 +661,7 @@ def _tile(num_rows: int, num_vectors: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, index = ir.FloatType(), ir.IntType(64)
             vector = ir.VectorType(number, LANES)
-            fma = builder.module.globals.get("llvm.fma.v16f32") or ir.Function(
-                builder.module, ir.FunctionType(vector, [vector] * 3), "llvm.fma.v16f32"
-            )
+            fma = _function(builder, "llvm.fma.v16f32", vector, [vector] * 3)
             a_stride, b_stride, c_stride, num = args[1], args[3], args[5], args[6]
             a, b, c = (builder.inttoptr(args[i], number.as_pointer()) for i in (0, 2, 4))
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -379,7 +380,7 @@ class LocalTarget:
     def _pass_of(self, table: KVTable, num_rows: int) -> None:
         table.reserve(num_rows)
         rows = Part(table, np.arange(-1, num_rows - 1, dtype=np.int32))
-        self._passes.run(np.zeros(num_rows, np.int32), [rows], [Ask(num_rows, 0, Choices.likeliest(num_rows))])
+        self._passes.run(np.zeros(num_rows, np.int32), [rows], [Ask(num_rows, 0, partial(Choices.likeliest, num_rows))])
 
 
 def _passes_for(model: Model) -> Callable[[Model, int], Passes]:
@@ -498,7 +499,7 @@ class LocalSequence:
         top_k, num_heard = self._request.feedback_top_k, 0
         if self._unheard < len(self._request.prompt) - 1:
             num_heard = min(max(self.table.length + num_rows - self._unheard, 0), num_rows)
-        return Ask(num_heard, top_k, Choices.likeliest(num_heard))
+        return Ask(num_heard, top_k, partial(Choices.likeliest, num_heard))
 
     def finish_chunk(self, num_rows: int, ask: Ask, said: Said) -> None:
         """Commit the rows of a chunk, and take in what the target said along its end."""

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, ReLUSquaredActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from engine.config import DEVICES
 from engine.errors import ModelError
 from engine.target import attention, check, kernels, packed, quantize
 from engine.target.attention import Pass
@@ -32,7 +33,6 @@ from engine.text import end_of_text_ids
 logger = logging.getLogger(__name__)
 
 DTYPES = ("int8", "float32", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda")
 CPU = torch.device("cpu")
 
 

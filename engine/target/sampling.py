@@ -8,8 +8,9 @@ either the logits or what they lead to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,13 +109,20 @@ class Choices:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a sequence wants to know of its last `num_rows` rows of a pass: the token after each by these `choices` (as many),
-    and the `top_k` likeliest ids. Without `choices`, the logits.
+    """What a sequence wants to know of its last `num_rows` rows of a pass: the token after each by its `choices` (as many), and
+    the `top_k` likeliest ids. Without `choices`, the logits.
+
+    `choose` makes the choices when somebody asks for them: who has the logits at hand needs none.
     """
 
     num_rows: int
     top_k: int
-    choices: Choices | None
+    choose: Callable[[], Choices] | None
+
+    @cached_property
+    def choices(self) -> Choices | None:
+        """How the token after each row is chosen; None where logits are wanted."""
+        return None if self.choose is None else self.choose()
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,7 @@ class Sampler:
         (penalties, a bias, masked stop ids), and for log-probabilities."""
         if self._penalized or len(self._bias_ids) or self._masks(0) or self._num_logprobs >= 0:
             return Ask(len(tree), self._top_k, None)
-        return Ask(len(tree), self._top_k, Choices.of(self._params, tree.position + 1 + tree.depths().astype(np.int64)))
+        return Ask(len(tree), self._top_k, lambda: Choices.of(self._params, tree.position + 1 + tree.depths().astype(np.int64)))
 
     def step(self, tree: CandidateTree, said: Said) -> StepResult:
         """What the target said after the rows of `tree`, for what `ask` asked; the sampler moves on past it."""

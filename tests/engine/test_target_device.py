@@ -26,7 +26,7 @@ from engine.target.sampling import Ask, Choices
 from engine.tree import CostCurve, LookaheadRows
 from tests.engine import tiny
 from tests.engine.test_preemption import Robbed
-from tests.engine.test_target_local import EVERYTHING, PROMPT, Local, decode, fake, local, packs
+from tests.engine.test_target_local import EVERYTHING, PROMPT, Local, beside_a_long_prompt, decode, fake, local
 from tests.oracles import Decoded
 from tests.oracles import decode as decode_plainly
 from tests.speculation import chain, request_of, sources_for, speculate
@@ -122,20 +122,7 @@ def test_neighbours_change_nothing() -> None:
 
 def test_a_long_prompt_is_read_beside_the_others_steps() -> None:
     """While a prompt of several chunks is read, another sequence goes on: one pass holds its tree and one chunk."""
-    target = device()
-    long, short = request_of([i % 89 for i in range(370)], max_tokens=4), request_of(PROMPT, max_tokens=12)
-    plain = [speculate(fake(target), request, {})[0] for request in (long, short)]
-    target.storage.forget()
-    seen = packs(target)
-
-    async def both() -> list[Decoded]:
-        first = asyncio.create_task(decode(target, short, {"echo": lambda context: chain(context[:3].tolist())}))
-        while len(seen) < 2:
-            await asyncio.sleep(0)
-        return [await decode(target, long, {}), await first]
-
-    assert asyncio.run(both()) == plain
-    assert [4, 64] in seen
+    assert [4, 64] in beside_a_long_prompt(device())
 
 
 def test_beginnings_are_read_once() -> None:
@@ -223,7 +210,12 @@ def test_a_pass_says_what_was_asked() -> None:
     passes = DevicePasses(small, 1 << 22)
     kernels = KernelPasses(small, 1 << 22)
     texts, chosen = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]], Choices.of(SamplingParams(0.9, seed=7), np.array([4, 5, 6]))
-    asks = [Ask(2, 3, None), Ask(1, 5, Choices.likeliest(1)), Ask(3, 0, chosen), Ask(0, 4, Choices.likeliest(0))]
+    asks = [
+        Ask(2, 3, None),
+        Ask(1, 5, lambda: Choices.likeliest(1)),
+        Ask(3, 0, lambda: chosen),
+        Ask(0, 4, lambda: Choices.likeliest(0)),
+    ]
     tokens = np.concatenate(texts).astype(np.int32)
 
     def parts(runner: DevicePasses | KernelPasses) -> list[Part]:
@@ -232,7 +224,7 @@ def test_a_pass_says_what_was_asked() -> None:
             table.reserve(len(text))
         return [Part(table, tiny.chain(len(text))) for table, text in zip(tables, texts, strict=True)]
 
-    whole = kernels.run(tokens, parts(kernels), [replace(ask, choices=None) for ask in asks])
+    whole = kernels.run(tokens, parts(kernels), [replace(ask, choose=None) for ask in asks])
     ids, some, few, nothing = passes.run(tokens, parts(passes), asks)
     assert ids.logits is not None and whole[0].logits is not None and ids.chosen is None
     assert np.abs(ids.logits - whole[0].logits).max() < 1e-4

@@ -172,9 +172,9 @@ def packs(target: Local) -> list[list[int]]:
     return seen
 
 
-def test_a_long_prompt_is_read_beside_the_others_steps() -> None:
-    """While a prompt of six chunks is read, another sequence goes on: one pass holds its tree and one chunk, both exact."""
-    target = local()
+def beside_a_long_prompt(target: Local) -> list[list[int]]:
+    """The numbers of rows of each part of each pass while one sequence decodes and another's 370 tokens are read; both are
+    answered as if alone."""
     long = request_of([i % 89 for i in range(370)], max_tokens=4)
     short = request_of(PROMPT, max_tokens=12)
     plain = [speculate(fake(target), request, {})[0] for request in (long, short)]
@@ -188,6 +188,13 @@ def test_a_long_prompt_is_read_beside_the_others_steps() -> None:
         return [await decode(target, long, {}), await first]
 
     assert asyncio.run(both()) == plain
+    return seen
+
+
+def test_a_long_prompt_is_read_beside_the_others_steps() -> None:
+    """While a prompt of six chunks is read, another sequence goes on: one pass holds its tree and one chunk, both exact."""
+    target = local()
+    seen = beside_a_long_prompt(target)
     assert [4, 64] in seen and [4, 49] in seen, seen
     assert max(map(sum, seen)) <= 256 + target.info.max_rows
 
