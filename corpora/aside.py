@@ -74,6 +74,19 @@ class TokenizerAside:
         return parts
 
 
+_begun: dict[Path, TokenizerAside] = {}
+
+
+def begin(folder: Path) -> None:
+    """Begin to load the tokenizer in `folder` for the first who asks for it. If nobody does, it ends with this process."""
+    _begun[folder] = TokenizerAside(folder)
+
+
+def aside_in(folder: Path) -> TokenizerAside:
+    """The tokenizer in `folder`, in the process that has begun to load it, or in one that begins."""
+    return _begun.pop(folder, None) or TokenizerAside(folder)
+
+
 _LOST = "the process that tokenizes has ended; nothing was changed, try again"
 
 

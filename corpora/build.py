@@ -257,7 +257,7 @@ class Stream:
                 encoded = iter(self._encode(texts) if texts else [])
                 self.tokenizer_seconds += time.monotonic() - started
                 yield (
-                    [replace(found, documents=()) for found in batch],
+                    [replace(found, documents=()) if found.documents else found for found in batch],
                     [document.name for document in documents],
                     [next(encoded) if isinstance(document.content, str) else document.content for document in documents],
                 )

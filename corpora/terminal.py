@@ -93,13 +93,13 @@ def tokenizer_at_hand(model: str | None) -> Tokenizer | None:
 
 def tokenizer_aside(model: str) -> contextlib.AbstractContextManager[TokenizerAside | None]:
     """The tokenizer of `model` in a process of its own; None if it has to be fetched first, or no process can be started."""
-    from corpora.aside import TokenizerAside
+    from corpora.aside import aside_in
     from engine.models import DEFAULT_MODEL, at_hand
 
     folder = at_hand(model or DEFAULT_MODEL)
     with contextlib.suppress(OSError):
         if folder is not None:
-            return TokenizerAside(folder)
+            return aside_in(folder)
     return contextlib.nullcontext()
 
 

@@ -175,7 +175,7 @@ def test_a_library_has_its_homes(library: str, homes: list[str]) -> None:
 def test_only_the_application_knows_everyone() -> None:
     """Corpora, server and worker meet in app.py; datastores.py reads the catalog, the command line mounts its commands."""
     mixers = {i.file for i in IMPORTS if i.file.startswith("engine/") and i.of("corpora")}
-    assert mixers <= {"engine/app.py", "engine/cli.py", "engine/datastores.py"}
+    assert mixers <= {"engine/app.py", "engine/cli.py", "engine/datastores.py", "engine/start.py"}
     servers = {i.file for i in IMPORTS if i.of("engine.server") and not i.file.startswith("engine/server/")}
     assert servers <= {"engine/app.py", "engine/target/remote.py", "engine/target/server.py"}
     refuse([i for i in IMPORTS if i.of("engine.app") and i.file != "engine/cli.py"], "only the command line starts it")

@@ -285,9 +285,10 @@ def test_corpus_without_its_extra_says_what_to_install(run: Run, monkeypatch: py
     assert "corpus" in run("--help")[1]
 
 
-def test_without_typer_the_command_says_what_to_install() -> None:
+@pytest.mark.parametrize("words", [[], ["corpus", "update", "code"]])
+def test_without_typer_the_command_says_what_to_install(words: list[str]) -> None:
     """The base install is the client; its `draftloom` command explains itself."""
-    code = "import sys; sys.modules['typer'] = None; import engine.cli"
+    code = f"import sys; sys.modules['typer'] = None; sys.argv[1:] = {words}; import engine.start; engine.start.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr == "draftloom: a package is not installed: typer; pip install 'draftloom[engine,worker,index]'\n"
