@@ -56,29 +56,28 @@ def search(
     A text that does not occur, and an empty one, give counts of 0. Raises CorpusNotFound, OtherTokenizer, CatalogError,
     engine.errors.ModelError, retriever.errors.FormatError.
     """
-    from retriever.datastore import Datastore
+    from retriever.places import places_in
 
     active = catalog.get(name, tenant).active
     tokenizer = same_tokenizer(load_tokenizer(active.model), active.fingerprint, active.model, name)
     ids = tokenizer.encode(text)
-    with Datastore.open(catalog.version_path(name, active.id)) as store:
-        places = tuple(
+    found = places_in(catalog.version_path(name, active.id), ids)
+    tokens, counts = found.next_tokens()
+    return Found(
+        tuple(ids.tolist()),
+        found.count,
+        tuple(
             Place(
                 place.name,
                 place.offset,
                 tokenizer.decode(place.before, continuing=True),
                 tokenizer.decode(place.after, continuing=True),
             )
-            for place in store.search(ids, limit)
-        )
-        tokens, counts = store.next_tokens(ids)
-        return Found(
-            tuple(ids.tolist()),
-            store.count(ids),
-            places,
-            tuple(
-                Following(tokenizer.decode([token], continuing=True), count)
-                for token, count in zip(tokens[:limit].tolist(), counts[:limit].tolist(), strict=True)
-            ),
-            len(tokens),
-        )
+            for place in found.spread(limit)
+        ),
+        tuple(
+            Following(tokenizer.decode([token], continuing=True), count)
+            for token, count in zip(tokens[:limit].tolist(), counts[:limit].tolist(), strict=True)
+        ),
+        len(tokens),
+    )

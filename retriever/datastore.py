@@ -32,10 +32,9 @@ from retriever.format import (
     find_frequent,
     tombstones,
 )
+from retriever.places import Occurrence, Tokens, occurrence_at
 from retriever.segment import Segment, open_segments
 from retriever.suffixes import separator_of, token_width, unpack_tokens
-
-Tokens = NDArray[np.int32]
 
 _SAMPLED_PAIRS = 4096
 _COMPARED_TOKENS = 1024
@@ -68,19 +67,6 @@ class Document:
     def tokens(self) -> Tokens:
         """int32 [n], a copy."""
         return unpack_tokens(self.packed, self.width).astype(np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class Occurrence:
-    """One place where something was found: in which document (its index and name), so many tokens in, and the tokens before and
-    after (int32 [n], within the document).
-    """
-
-    document: int
-    name: str
-    offset: int
-    before: Tokens
-    after: Tokens
 
 
 class Datastore:
@@ -219,22 +205,9 @@ class Datastore:
             for place in (at - before for at in wanted if before <= at < before + count):
                 index = kernels.nth_left(segment.left, segment.ranks, low, high, place)
                 position = int(segment.order[index]) if index >= 0 else -1
-                document = int(np.searchsorted(segment.offsets, position, "right")) - 1
-                if not 0 <= document < len(segment.offsets) - 1:
-                    continue
-                tokens = unpack_tokens(segment.packed(document), self._width).astype(np.int32)
-                offset = position - int(segment.offsets[document])
-                end = offset + len(key)
-                rank = int(np.searchsorted(segment.living, document))
-                found.append(
-                    Occurrence(
-                        first_document + rank,
-                        segment.name(document),
-                        offset,
-                        tokens[max(0, offset - around) : offset],
-                        tokens[end : end + around],
-                    )
-                )
+                occurrence = occurrence_at(segment, position, len(key), around, first_document)
+                if occurrence is not None:
+                    found.append(occurrence)
             before += count
             first_document += len(segment.living)
         return sorted(found, key=lambda occurrence: (occurrence.document, occurrence.offset))

@@ -5,7 +5,6 @@ In plain numpy: who looks at a corpus once should not wait for kernels to be loa
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from retriever.format import Manifest
+from retriever.places import interval
 from retriever.segment import Segment, open_segments
 
 
@@ -68,14 +68,8 @@ def suffix_statistics(
 
 def count(segment: Segment, packed: bytes) -> int:
     """How often some packed tokens stand in what is left of a segment. O(log n) comparisons."""
-
-    def beginning(place: int) -> bytes:
-        begin = max(int(segment.order[place]), 0) * segment.width
-        return segment.text[begin : begin + len(packed)].tobytes()
-
-    places = range(len(segment.order))
-    low = bisect_left(places, packed, key=beginning)
-    return _left_before(segment, bisect_right(places, packed, lo=low, key=beginning)) - _left_before(segment, low)
+    low, high = interval(segment, packed)
+    return _left_before(segment, high) - _left_before(segment, low)
 
 
 def _left_before(segment: Segment, place: int) -> int:
