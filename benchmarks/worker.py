@@ -49,7 +49,7 @@ from engine.models import resolve
 from engine.requests import Chunk, Final, GenerationRequest, GenerationStats, SpeculationOptions
 from engine.target.attention import Part, Pass
 from engine.target.cache import KVTable
-from engine.target.quantize import Int8DecoderLayer, Int8Linear
+from engine.target.quantize import Int8Decoder, Int8Linear
 from engine.text import Tokenizer
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -72,8 +72,8 @@ def weight_bytes(network: torch.nn.Module) -> int:
     """Bytes of the int8 matrices that every pass reads."""
     total = 0
     for module in network.modules():
-        if isinstance(module, Int8DecoderLayer):
-            total += sum(arrays[0].nbytes for arrays in module.matrices)
+        if isinstance(module, Int8Decoder):
+            total += sum(matrix.weights.nbytes for layer in module.matrices for matrix in layer)
         elif isinstance(module, Int8Linear):
             total += module._shared.matrix.packed.weights.nbytes
     return total

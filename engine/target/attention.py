@@ -95,21 +95,20 @@ class Pass:
                 part.table.blocks, part.table.length,
             )  # fmt: skip
 
-    def decoder_layer(
+    def decoder(
         self,
-        layer: int,
         x: NDArray[np.float32],
-        window: int,
         cos: NDArray[np.float32],
         sin: NDArray[np.float32],
-        matrices: tuple[Any, ...],
-        norms: tuple[Any, ...],
-        scale: NDArray[np.float32],
+        layers: NDArray[np.int64],
+        shapes: NDArray[np.int64],
+        windows: NDArray[np.int64],
+        numbers: NDArray[np.float32],
     ) -> NDArray[np.float32]:
-        """A whole layer over the rows, float32 [rows, width]; see the kernel so named."""
-        out: NDArray[np.float32] = kernels.decoder_layer(
-            threads.team(), x, cos, sin, *matrices, norms, self.storage.keys[layer], self.storage.values[layer], self.items,
-            self.tables, self.sequences, self.firsts, self.starts, self.ancestors, window, scale,
+        """All layers over the rows, float32 [rows, width]; see the kernel so named."""
+        out: NDArray[np.float32] = kernels.decoder(
+            threads.team(), x, cos, sin, layers, shapes, windows, numbers, self.storage.keys, self.storage.values, self.items,
+            self.tables, self.sequences, self.firsts, self.starts, self.ancestors,
         )  # fmt: skip
         return out
 

@@ -119,8 +119,8 @@ class KVStorage(BlockPool):
     def __init__(self, num_layers: int, kv_heads: int, head_dim: int, memory: int) -> None:
         self.head_dim = head_dim
         super().__init__(blocks_in(memory, 8 * num_layers * kv_heads * head_dim * BLOCK))
-        self.keys = [np.empty((self.num_blocks, kv_heads, head_dim, BLOCK), np.float32) for _ in range(num_layers)]
-        self.values = [np.empty((self.num_blocks, kv_heads, BLOCK, head_dim), np.float32) for _ in range(num_layers)]
+        self.keys = np.empty((num_layers, self.num_blocks, kv_heads, head_dim, BLOCK), np.float32)
+        self.values = np.empty((num_layers, self.num_blocks, kv_heads, BLOCK, head_dim), np.float32)
 
     def compact(self, blocks: NDArray[np.int32], length: int, rows: NDArray[np.int32]) -> None:
         """See `BlockPool`."""

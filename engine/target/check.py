@@ -84,9 +84,18 @@ class _WatchedPass(Pass):
             )
         super().store(layer, keys, values)
 
-    def decoder_layer(self, layer: int, x: NDArray[np.float32], window: int, *rest: Any) -> NDArray[np.float32]:
-        self.windows[layer] = window
-        return super().decoder_layer(layer, x, window, *rest)
+    def decoder(
+        self,
+        x: NDArray[np.float32],
+        cos: NDArray[np.float32],
+        sin: NDArray[np.float32],
+        layers: NDArray[np.int64],
+        shapes: NDArray[np.int64],
+        windows: NDArray[np.int64],
+        numbers: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        self.windows |= dict(enumerate(windows.tolist()))
+        return super().decoder(x, cos, sin, layers, shapes, windows, numbers)
 
     def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float, *rest: Any) -> NDArray[np.float32]:
         self.windows[layer] = window

@@ -1037,7 +1037,7 @@ def _run(team: Any, entry: int, args: Any) -> int:
     return int(args[0])
 
 
-_RUN_BYTES = 1 << 19  # weights that a thread reads in one go: long enough for the processor to see a stream
+_RUNS = 4  # of a thread in a product: long enough for the processor to see a stream, short enough for threads to end together
 _ALONE = 1 << 14  # numbers to quantize below which threads cost more than they bring
 
 
@@ -1047,10 +1047,9 @@ def multiply(
 ) -> None:
     """`multiply_panel` for all panels, on all threads. `team` as in `threads.team`."""
     panels, steps = packed.shape[0], packed.shape[1]
-    most = max(1, panels // (32 * team[1]))  # so that threads end together
     args = np.zeros(_PRODUCT_FIELDS, np.int64)
     args[1], args[2], args[3] = len(a), steps, panels
-    args[4], args[5] = min(most, max(1, _RUN_BYTES // (4 * PANEL * steps))), out.shape[1]
+    args[4], args[5] = max(1, panels // (_RUNS * team[1])), out.shape[1]
     args[6], args[7], args[8] = a.ctypes.data, factor.ctypes.data, packed.ctypes.data
     args[9], args[10], args[11] = offset.ctypes.data, scale.ctypes.data, bias.ctypes.data
     args[12], args[13], args[14], args[15] = residual.ctypes.data, len(residual), int(gated), out.ctypes.data
@@ -1144,3 +1143,39 @@ def decoder_layer(
     quantize(team, inner, plain, first_eps, inner_quantized, factor)
     multiply(team, inner_quantized, factor, down[0], down[1], down[2], down[3], middle, False, out)
     return out
+
+
+@_jit
+def _matrix(addresses: Any, shape: Any) -> Any:
+    """(packed, offset, scale, bias) at four addresses, for `shape` (panels, steps)."""
+    panels, steps = shape
+    return (
+        carray(_pointer(addresses[0]), (panels, steps, PANEL, 4), np.int8),
+        carray(_pointer(addresses[1]), (panels * PANEL,), np.int32),
+        carray(_pointer(addresses[2]), (panels * PANEL,), np.float32),
+        carray(_pointer(addresses[3]), (panels * PANEL,), np.float32),
+    )
+
+
+@_jit
+def decoder(
+    team: Any, x: Any, cos: Any, sin: Any, layers: Any, shapes: Any, windows: Any, numbers: Any, keys: Any, values: Any,
+    items: Any, tables: Any, sequences: Any, firsts: Any, starts: Any, ancestors: Any,
+) -> Any:  # fmt: skip
+    """`decoder_layer` for one layer after another; [n, width].
+
+    `layers` int64 [layers, 18] are addresses: four each of the matrices qkv, o, gate_up and down, and the weights of the two
+    norms. `shapes` int64 [4, 2] are panels and steps of the four. `windows` int64 [layers]; `numbers` float32 [layers, 3] are eps
+    of the two norms and the scale of scores. keys and values have the layer as their first axis. Addresses, because to hand over
+    some twenty arrays for every layer takes longer than all that is not a product.
+    """
+    width = x.shape[1]
+    for i in range(len(layers)):
+        at = layers[i]
+        first, second = carray(_pointer(at[16]), (width,), np.float32), carray(_pointer(at[17]), (width,), np.float32)
+        x = decoder_layer(
+            team, x, cos, sin, _matrix(at[:4], shapes[0]), _matrix(at[4:8], shapes[1]), _matrix(at[8:12], shapes[2]),
+            _matrix(at[12:16], shapes[3]), ((first, numbers[i, 0:1]), (second, numbers[i, 1:2])), keys[i], values[i], items,
+            tables, sequences, firsts, starts, ancestors, windows[i], numbers[i, 2:3],
+        )  # fmt: skip
+    return x

@@ -247,17 +247,8 @@ def _quantize(network: PreTrainedModel, stored: torch.dtype, weights: PackedWeig
     if type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and scale is not None):
         network.set_input_embeddings(quantize.StoredEmbedding(embedding.weight.to(stored), 1.0 if scale is None else scale))
     for name, module in list(network.named_modules()):
-        if _is_llama_layer(module):
-            mixer, mlp = module.self_attn, module.mlp
-            whole = quantize.Int8DecoderLayer(
-                module,
-                _WINDOWS[type(module).__name__](mixer) or 0,
-                weights.matrix(f"{name}.qkv", [getattr(mixer, part) for part in _QKV]),
-                weights.matrix(f"{name}.o", [mixer.o_proj]),
-                weights.matrix(f"{name}.gate_up", [mlp.gate_proj, mlp.up_proj], gated=True),
-                weights.matrix(f"{name}.down", [mlp.down_proj]),
-            )
-            _replace(network, name, whole)
+        if _is_llama_decoder(module):
+            _replace(network, name, nn.ModuleList([_int8_decoder(name, list(module), weights)]))
     for name, module in list(network.named_modules()):
         if _has_experts(module):
             _replace(network, name, _int8_experts(name, module, weights))
@@ -307,7 +298,7 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "Qwen2DecoderLayer": lambda mixer: mixer.sliding_window,
     "MistralDecoderLayer": lambda mixer: mixer.config.sliding_window,
 }
-"""Layers that `quantize.Int8DecoderLayer` can stand in for, and where each keeps its sliding window."""
+"""Layers that `quantize.Int8Decoder` can stand in for, and where each keeps its sliding window."""
 
 _ROUTERS: dict[str, Callable[[Any], bool]] = {
     "MixtralTopKRouter": lambda router: True,
@@ -320,7 +311,7 @@ _EXPERTS = ("MixtralExperts", "Qwen3MoeExperts")
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 _STRICT = (
-    quantize.Int8DecoderLayer,
+    quantize.Int8Decoder,
     quantize.Int8Linear,
     quantize.Int8GatedMLP,
     quantize.StrictRMSNorm,
@@ -350,11 +341,32 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 
+def _is_llama_decoder(module: nn.Module) -> bool:
+    """Layers that `quantize.Int8Decoder` can stand in for: all of a network's, in order and alike."""
+    if not isinstance(module, nn.ModuleList) or not all(_is_llama_layer(layer) for layer in module):
+        return False
+    shapes = {tuple(parameter.shape for parameter in layer.parameters()) for layer in module}
+    return len(shapes) == 1 and [layer.self_attn.layer_idx for layer in module] == list(range(len(module)))
+
+
 def _is_llama_layer(module: Any) -> bool:
-    """A layer that `quantize.Int8DecoderLayer` can stand in for."""
     if type(module).__name__ not in _WINDOWS or int(module.self_attn.head_dim) % LANES:
         return False
     return _is_gated_mlp(module.mlp) and _is_rms_norm(module.input_layernorm)
+
+
+def _int8_decoder(name: str, layers: list[Any], weights: PackedWeights) -> quantize.Int8Decoder:
+    matrices = [
+        (
+            weights.matrix(f"{name}.{i}.qkv", [getattr(layer.self_attn, part) for part in _QKV]),
+            weights.matrix(f"{name}.{i}.o", [layer.self_attn.o_proj]),
+            weights.matrix(f"{name}.{i}.gate_up", [layer.mlp.gate_proj, layer.mlp.up_proj], gated=True),
+            weights.matrix(f"{name}.{i}.down", [layer.mlp.down_proj]),
+        )
+        for i, layer in enumerate(layers)
+    ]
+    windows = [_WINDOWS[type(layer).__name__](layer.self_attn) or 0 for layer in layers]
+    return quantize.Int8Decoder(layers, matrices, windows)
 
 
 def _has_experts(module: Any) -> bool:

@@ -1,10 +1,13 @@
-"""int8 weights on disk: packed once, mapped into memory ever after.
+"""int8 weights on disk: packed once, read as they are ever after.
 
 Packing reads every weight of a model in floating point, which takes longer than anything else at start. What comes out is
-written to `<cache>/int8/<folder>-<key>.safetensors`, in the very layout the kernel reads, so that loading is mapping a file:
-its pages are shared by all processes and need no memory of their own. `<folder>` names the model's folder, `<key>` all that the
-content rests on: the weight files by name, size and time of change, the config, and the code that packs. A file that is damaged
-or cut short is moved aside and made anew.
+written to `<cache>/int8/<folder>-<key>.safetensors`, in the very layout the kernel reads. `<folder>` names the model's folder,
+`<key>` all that the content rests on: the weight files by name, size and time of change, the config, and the code that packs. A
+file that is damaged or cut short is moved aside and made anew.
+
+Loading copies the file into huge pages where memory is plenty, else maps it. Every pass reads all weights once, and in pages of
+4 KiB a processor spends a tenth to a fifth of that time on looking up where they are. Mapped pages need no memory of their own
+and are shared by all processes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +150,7 @@ def _write(file: Path, tensors: dict[str, tuple[str, NDArray[Any]]]) -> None:
 
 
 def open_packed(place: Place) -> PackedWeights | None:
-    """Map the file of a place and check every byte of it; None where there is none, or none that is whole (moved aside)."""
+    """Load the file of a place and check every byte of it; None where there is none, or none that is whole (moved aside)."""
     try:
         return _read(place.file)
     except FileNotFoundError:
@@ -159,7 +163,7 @@ def open_packed(place: Place) -> PackedWeights | None:
 
 
 def _read(file: Path) -> PackedWeights:
-    whole = np.memmap(file, np.uint8, "c")  # private pages: torch wants arrays that could be written to, and none is
+    whole = _in_memory(file)
     length = int.from_bytes(whole[:8].tobytes(), "little")
     if not 0 < length <= len(whole) - 8:
         raise ValueError(f"the header is said to have {length} bytes")
@@ -188,6 +192,51 @@ def _read(file: Path) -> PackedWeights:
         matrices[name] = Packed(*(arrays[f"{name}:{part}"] for part in ("weights", "offset", "scale", "bias")))
         matrices[name].validate()
     return PackedWeights(matrices, others)
+
+
+def _in_memory(file: Path) -> NDArray[np.uint8]:
+    """The bytes of a file: in huge pages, if that leaves as much memory as it takes, else mapped.
+
+    The pages are private either way: torch wants arrays that could be written to, and none is.
+    """
+    size = file.stat().st_size
+    if 2 * size > _available_memory():
+        return np.memmap(file, np.uint8, "c")
+    room = np.empty(size + _HUGE, np.uint8)  # numpy asks for huge pages
+    start = -room.ctypes.data % _HUGE
+    whole = room[start : start + size]
+    with file.open("rb") as source, ThreadPoolExecutor() as readers:
+
+        def read(at: int) -> int:
+            return os.preadv(source.fileno(), [whole[at : at + _READ]], at)
+
+        num_read = sum(readers.map(read, range(0, size, _READ)))
+    if num_read != size:
+        raise ValueError(f"{num_read} of {size} bytes could be read")
+    return whole
+
+
+_HUGE = 1 << 21
+_READ = 1 << 26
+
+
+def _available_memory() -> int:
+    """Bytes that this process could still have, as far as Linux says; 0 elsewhere.
+
+    The kernel's estimate or, in a container, its limit, whichever is less.
+    """
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return 0
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # none is set ("max"), or there is no such group
+            found = min(found, int(limit.read_text()))
+    return found
+
+
+_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def _checksum(array: NDArray[Any]) -> int:

@@ -196,35 +196,43 @@ class Int8GatedMLP(nn.Module):
         return torch.from_numpy(self._down(self._gate_up(flat))).view(x.shape)
 
 
-class Int8DecoderLayer(nn.Module):
-    """A decoder layer of the Llama kind, x + attention(norm(x)), then x + mlp(norm(x)), as four products and attention.
+class Int8Decoder(nn.Module):
+    """All layers of a decoder of the Llama kind in one call: x + attention(norm(x)), then that + mlp(norm(that)), and again.
 
-    It computes what the layer it replaces would compute with the modules above, without their overhead, which for a small model
-    is most of the time. `window` is the sliding window, 0 for none.
+    It computes what the layers it replaces would compute with the modules above, without their overhead, which for a small model
+    is most of the time. `layers` are the layers of the network, alike in shape; for each, `matrices` has qkv, o, gate_up and
+    down, and `windows` the sliding window, 0 for none.
     """
 
-    def __init__(self, layer: Any, window: int, qkv: Int8Matrix, o: Int8Matrix, gate_up: Int8Matrix, down: Int8Matrix) -> None:
+    def __init__(self, layers: Sequence[Any], matrices: Sequence[Sequence[Int8Matrix]], windows: Sequence[int]) -> None:
         super().__init__()
-        mixer = layer.self_attn
-        self._index = int(mixer.layer_idx)
-        self._window = window
-        self._scale = np.array([mixer.scaling], np.float32)
-        self.matrices = tuple(matrix.packed.arrays for matrix in (qkv, o, gate_up, down))
-        self._norms = tuple(_norm_parts(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+        self.matrices = [[matrix.packed for matrix in each] for each in matrices]
+        pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
+        self._norms = [[norm.weight.detach().float().contiguous().numpy() for norm in pair] for pair in pairs]
+        self._layers = np.array(
+            [
+                [array.ctypes.data for array in (*(part for matrix in each for part in matrix.arrays), *norms)]
+                for each, norms in zip(self.matrices, self._norms, strict=True)
+            ]
+        )
+        self._shapes = np.array([matrix.weights.shape[:2] for matrix in self.matrices[0]])
+        self._windows = np.array(windows)
+        self._numbers = np.array(
+            [
+                [*(norm.variance_epsilon for norm in pair), layer.self_attn.scaling]
+                for pair, layer in zip(pairs, layers, strict=True)
+            ],
+            np.float32,
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
     ) -> torch.Tensor:
         cos, sin = (table[0].numpy() for table in position_embeddings)
-        out = attention.current().decoder_layer(
-            self._index, hidden_states[0].numpy(), self._window, cos, sin, self.matrices, self._norms, self._scale
+        out = attention.current().decoder(
+            hidden_states[0].numpy(), cos, sin, self._layers, self._shapes, self._windows, self._numbers
         )
         return torch.from_numpy(out)[None]
-
-
-def _norm_parts(norm: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Weight, and epsilon [1], of an RMS norm as in Llama."""
-    return norm.weight.detach().float().contiguous().numpy(), np.array([norm.variance_epsilon], np.float32)
 
 
 class StrictRMSNorm(nn.Module):

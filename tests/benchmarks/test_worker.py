@@ -94,7 +94,7 @@ def test_weights_are_counted_once(script: ModuleType) -> None:
     """Bytes of all int8 matrices: whole layers, and q, k and v that share one."""
     for name, layers in (("llama", 2), ("qwen3", 2)):
         model = tiny.model(name, "int8")
-        shapes = [module for module in model.network.modules() if type(module).__name__ == "Int8DecoderLayer"]
+        shapes = [module for module in model.network.modules() if type(module).__name__ == "Int8Decoder"]
         assert bool(shapes) == (name == "llama") and script.weight_bytes(model.network) > 0
         assert layers == model.num_layers
 
