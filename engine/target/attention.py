@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,8 +28,8 @@ KEY = "draftloom_tree"
 
 _NO_SINKS = np.zeros(0, np.float32)
 
-_TILE_ROWS = 4
-"""Rows of one sequence that a thread takes at a time."""
+_TILE_ROWS = 8
+"""Most rows of one sequence that a thread takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Pass:
     """The rows of one pass and what each may see, laid out for the kernels. O(rows x depth)."""
 
     def __init__(self, storage: KVStorage, parts: Sequence[Part]) -> None:
-        kv_heads = storage.keys[0].shape[1]
+        kv_heads, num_threads = storage.keys[0].shape[1], int(threads.team()[1])
         self.storage = storage
         self.parts = parts
         self.firsts = np.cumsum([0, *(len(part.parents) for part in parts)]).astype(np.int32)
@@ -67,8 +68,9 @@ class Pass:
         items: list[tuple[int, int, int, int]] = []
         for which, part in enumerate(parts):
             lists.extend(_ancestors(part.parents))
-            for begin in range(0, len(part.parents), _TILE_ROWS):
-                end = min(begin + _TILE_ROWS, len(part.parents))
+            tile = _tile_rows(len(part.parents), kv_heads, num_threads)
+            for begin in range(0, len(part.parents), tile):
+                end = min(begin + tile, len(part.parents))
                 items.extend((which, head, begin, end) for head in range(kv_heads))
         self.starts = np.cumsum([0, *(len(ancestors) for ancestors in lists)]).astype(np.int32)
         self.ancestors = np.concatenate(lists)
@@ -134,6 +136,20 @@ class Pass:
             np.array([scale], np.float32), np.array([softcap], np.float32), sinks, out,
         )  # fmt: skip
         return out
+
+
+@cache
+def _tile_rows(num_rows: int, kv_heads: int, num_threads: int) -> int:
+    """Into tiles of how many rows to cut a sequence's, so that threads end together: a piece of work is a tile and a kv head.
+
+    To read keys and values once more, for another tile, counts as half a row.
+    """
+
+    def longest(tile: int) -> float:
+        pieces = -(-num_rows // tile) * kv_heads
+        return -(-pieces // num_threads) * (tile + 0.5)
+
+    return min(range(1, min(num_rows, _TILE_ROWS) + 1), key=longest)
 
 
 def _ancestors(parents: NDArray[np.int32]) -> list[NDArray[np.int32]]:

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import PreTrainedModel
 
-from engine.errors import Exhausted
+from engine.errors import Exhausted, WorkerLost
 from engine.target import attention, noise
 from engine.target.attention import Part, Scores
 from engine.target.cache import BlockPool, KVTable, blocks_in
@@ -520,9 +520,15 @@ class DevicePasses:
             self._runner = Runner(self._network, self.storage, False)
             self._run_all_sizes()
 
-    @torch.inference_mode()
     def run(self, tokens: NDArray[np.int32], parts: Sequence[Part], asks: Sequence[Ask]) -> list[Said]:
-        """See `passes.Passes`."""
+        """See `passes.Passes`. Raises WorkerLost where the device has failed: this process cannot use it any more."""
+        try:
+            return self._run(tokens, parts, asks)
+        except torch.AcceleratorError as error:
+            raise WorkerLost(f"the device has failed: {error}") from error
+
+    @torch.inference_mode()
+    def _run(self, tokens: NDArray[np.int32], parts: Sequence[Part], asks: Sequence[Ask]) -> list[Said]:
         choices = Choices.together([ask.choices or Choices.likeliest(ask.num_rows) for ask in asks])
         wants_logits = np.repeat([ask.choices is None for ask in asks], [ask.num_rows for ask in asks])
         logits = self._runner.run(tokens, parts, asked_rows(parts, asks))

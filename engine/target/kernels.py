@@ -1165,9 +1165,9 @@ def decoder(
     """`decoder_layer` for one layer after another; [n, width].
 
     `layers` int64 [layers, 18] are addresses: four each of the matrices qkv, o, gate_up and down, and the weights of the two
-    norms. `shapes` int64 [4, 2] are panels and steps of the four. `windows` int64 [layers]; `numbers` float32 [layers, 3] are eps
-    of the two norms and the scale of scores. keys and values have the layer as their first axis. Addresses, because to hand over
-    some twenty arrays for every layer takes longer than all that is not a product.
+    norms. `shapes` int64 [4, 2] are panels and steps of the four. `windows` int64 [layers]; `numbers` float32 [layers, 3] are
+    eps of the two norms and the scale of scores. keys and values have the layer as their first axis. Addresses, because handing
+    over some twenty arrays for every layer takes a third as long as one row of a small model.
     """
     width = x.shape[1]
     for i in range(len(layers)):

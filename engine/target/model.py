@@ -341,7 +341,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 
-def _is_llama_decoder(module: nn.Module) -> bool:
+def _is_llama_decoder(module: Any) -> bool:
     """Layers that `quantize.Int8Decoder` can stand in for: all of a network's, in order and alike."""
     if not isinstance(module, nn.ModuleList) or not all(_is_llama_layer(layer) for layer in module):
         return False

@@ -208,7 +208,7 @@ def _in_memory(file: Path) -> NDArray[np.uint8]:
     with file.open("rb") as source, ThreadPoolExecutor() as readers:
 
         def read(at: int) -> int:
-            return os.preadv(source.fileno(), [whole[at : at + _READ]], at)
+            return os.preadv(source.fileno(), [whole[at : at + _READ].data], at)
 
         num_read = sum(readers.map(read, range(0, size, _READ)))
     if num_read != size:

@@ -199,9 +199,9 @@ class Int8GatedMLP(nn.Module):
 class Int8Decoder(nn.Module):
     """All layers of a decoder of the Llama kind in one call: x + attention(norm(x)), then that + mlp(norm(that)), and again.
 
-    It computes what the layers it replaces would compute with the modules above, without their overhead, which for a small model
-    is most of the time. `layers` are the layers of the network, alike in shape; for each, `matrices` has qkv, o, gate_up and
-    down, and `windows` the sliding window, 0 for none.
+    It computes what the layers it replaces would compute with the modules above, without their overhead, which for a small
+    model is most of the time. `layers` are the layers of the network, alike in shape; for each, `matrices` has qkv, o, gate_up
+    and down, and `windows` the sliding window, 0 for none.
     """
 
     def __init__(self, layers: Sequence[Any], matrices: Sequence[Sequence[Int8Matrix]], windows: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2
 
 from draftloom.v1 import target_pb2, target_pb2_grpc
 from engine.config import is_loopback
-from engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
+from engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, WorkerLost
 from engine.server.interceptors import Context, Guard
 from engine.server.listen import OPTIONS, add_health, bind, read_pem
 from engine.spawn import end_with_parent
@@ -41,6 +41,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self.lost = asyncio.Event()
+        """Set when the target is lost, as where its device has failed: then nothing but another process helps."""
 
     async def GetInfo(self, message: target_pb2.GetInfoRequest, context: Context) -> target_pb2.GetInfoResponse:
         return wire.info_to_wire(self._target.info)
@@ -53,6 +55,13 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             await context.write(target_pb2.PulseResponse())
 
     async def Decode(self, messages: AsyncIterator[target_pb2.DecodeRequest], context: Context) -> None:
+        try:
+            await self._decode(messages, context)
+        except WorkerLost:
+            self.lost.set()
+            raise
+
+    async def _decode(self, messages: AsyncIterator[target_pb2.DecodeRequest], context: Context) -> None:
         first = await anext(messages, None)
         if first is None:
             return
@@ -83,12 +92,21 @@ async def _step(sequence: TargetSequence, message: target_pb2.StepRequest) -> ta
 class TargetServer:
     """A started server of a target, healthy; see `serve_target`."""
 
-    def __init__(self, server: grpc.aio.Server, guard: Guard, health_servicer: health.aio.HealthServicer, address: str) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        guard: Guard,
+        health_servicer: health.aio.HealthServicer,
+        address: str,
+        lost: asyncio.Event,
+    ) -> None:
         self._server = server
         self._guard = guard
         self._health = health_servicer
         self.address = address
         """Where engines connect: the address asked for, with the port that was chosen for port 0."""
+        self.lost = lost
+        """See `TargetService`."""
 
     async def stop(self, seconds: float | None) -> None:
         """Take no new sequences, give those that are open `seconds` (None: none) to end, cancel the rest."""
@@ -103,12 +121,13 @@ async def serve_target(target: Target, address: str, credentials: grpc.ServerCre
     """
     guard = Guard(ENDLESS)
     server = grpc.aio.server(interceptors=[guard], options=OPTIONS)
-    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetService(target), server)
+    service = TargetService(target)
+    target_pb2_grpc.add_TargetServiceServicer_to_server(service, server)
     health_servicer = add_health(server, target_pb2.DESCRIPTOR)
     await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     bound = bind(server, address, credentials)
     await server.start()
-    return TargetServer(server, guard, health_servicer, bound)
+    return TargetServer(server, guard, health_servicer, bound, service.lost)
 
 
 def load(args: argparse.Namespace) -> Target:
@@ -129,7 +148,7 @@ def load(args: argparse.Namespace) -> Target:
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Load, serve until a signal, close."""
+    """Load, serve until a signal, close. Raises WorkerLost once the target is lost, for another process to begin anew."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM,) if args.with_parent else (signal.SIGTERM, signal.SIGINT):
@@ -138,9 +157,12 @@ async def run(args: argparse.Namespace) -> None:
     target = load(args)
     server = await serve_target(target, args.address, credentials)
     log.info("worker for %s at %s", target.info.model, server.address)
-    await stopped.wait()
-    await server.stop(args.drain_seconds)
+    ends = [asyncio.create_task(each.wait()) for each in (stopped, server.lost)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await server.stop(SETTLE_SECONDS if server.lost.is_set() else args.drain_seconds)
     await target.close()
+    if server.lost.is_set():
+        raise WorkerLost("the target is lost, so this worker ends")
 
 
 def tls(cert: Path | None, key: Path | None, ca: Path | None) -> grpc.ServerCredentials | None:
@@ -187,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 after SIGTERM, 2 for options that make no sense, 1 for a model or an address that does not work."""
+    """Exit code 0 after SIGTERM, 2 for options that make no sense, 1 for a model, an address or a device that does not work."""
     args = parser().parse_args(argv)
     if not args.fake and not args.model:
         parser().error("--model is needed: the name, folder or file of a model (or --fake)")

@@ -13,7 +13,7 @@ import torch
 
 from engine.acceptance import SamplingParams
 from engine.calibration import Calibration
-from engine.errors import ModelError
+from engine.errors import ModelError, WorkerLost
 from engine.session import Session
 from engine.target import model
 from engine.target.attention import Part
@@ -70,6 +70,18 @@ def test_drafts_change_nothing(name: str, num_logprobs: int) -> None:
     for some in (*({label: source} for label, source in sources.items()), sources):
         assert same(speculate(fake(target), request, some)[0], plain)
     assert same(speculate(fake(target), request, sources, max_nodes=60)[0], plain)
+
+
+def test_a_failed_device_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA answers every later call of the process with the same error, so the sequence has to go on elsewhere."""
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    target = device()
+    monkeypatch.setattr(target._passes._runner, "run", fail)
+    with pytest.raises(WorkerLost, match=r"the device has failed: .*illegal memory access"):
+        speculate(fake(target), request_of(PROMPT), {})
 
 
 def test_stop_ids_are_masked_until_enough_is_said() -> None:

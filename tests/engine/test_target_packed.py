@@ -52,12 +52,16 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_read", refuse)
 
 
-def test_a_second_load_maps_what_the_first_has_packed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits without reading the weights again; one file, for its owner only, that safetensors reads too."""
+@pytest.mark.parametrize("memory", [0, 1 << 40])
+def test_a_second_load_takes_what_the_first_has_packed(memory: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits without reading the weights again; one file, for its owner only, that safetensors reads too. It is mapped
+    where memory is scarce, else copied."""
+    monkeypatch.setattr(packed, "_available_memory", lambda: memory)
     first = load(folder, "int8")
     (file,) = files()
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     forbid_reading(monkeypatch)
+    assert isinstance(packed._in_memory(file), np.memmap) == (memory == 0)
     second = load(folder, "int8")
     assert second.strict and np.array_equal(logits(first), logits(second))
     with safe_open(file, "np") as reader:
@@ -66,6 +70,19 @@ def test_a_second_load_maps_what_the_first_has_packed(folder: Path, monkeypatch:
     header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
     start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     assert all((start + header[name]["data_offsets"][0]) % 64 == 0 for name in header if name.endswith(":weights"))
+
+
+def test_available_memory_is_what_a_container_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's estimate, unless a limit is below it; a limit of "max", or none, is no limit."""
+    monkeypatch.setattr(packed, "_LIMITS", ())
+    free = packed._available_memory()
+    assert free > 1 << 20
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "some").write_text("4096\n")
+    monkeypatch.setattr(packed, "_LIMITS", (tmp_path / "none", tmp_path / "max"))
+    assert packed._available_memory() > 1 << 20
+    monkeypatch.setattr(packed, "_LIMITS", (tmp_path / "none", tmp_path / "max", tmp_path / "some"))
+    assert packed._available_memory() == 4096
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "header", "empty", "other format"])

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,10 @@ import pytest
 
 from engine.acceptance import Limits, SamplingParams
 from engine.errors import ModelError, WorkerLost
-from engine.target import SequenceRequest
+from engine.target import SequenceRequest, StepResult, server
+from engine.target.fake import FakeSequence, FakeTarget
 from engine.target.process import start_worker
+from engine.target.remote import RemoteTarget
 from engine.target.server import main
 from engine.tree import CandidateTree
 from tests.server.scripted import eventually
@@ -64,6 +68,34 @@ def test_a_dead_worker_is_lost_and_noticed() -> None:
                 await sequence.step(ROOT)
         assert await waiting == -signal.SIGKILL
         await worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_whose_device_has_failed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is open there is lost, and the process ends with an error, so that another takes its place."""
+
+    class Failing(FakeTarget):
+        @asynccontextmanager
+        async def open(self, request: SequenceRequest) -> AsyncIterator[FakeSequence]:
+            async with super().open(request) as sequence:
+                monkeypatch.setattr(sequence, "step", self._fail)
+                yield sequence
+
+        async def _fail(self, tree: CandidateTree) -> StepResult:
+            raise WorkerLost("the device has failed: an illegal address")
+
+    async def run() -> None:
+        address = f"unix:{tmp_path}/worker.sock"
+        monkeypatch.setattr(server, "load", lambda args: Failing(vocab_size=32, fingerprint="fake"))
+        worker = asyncio.create_task(server.run(server.parser().parse_args(["--address", address, "--fake"])))
+        target = await RemoteTarget.connect(address)
+        with pytest.raises(WorkerLost, match="illegal address"):
+            async with target.open(REQUEST) as sequence:
+                await sequence.step(ROOT)
+        with pytest.raises(WorkerLost, match="this worker ends"):
+            await asyncio.wait_for(worker, 20)
+        await target.close()
 
     asyncio.run(run())
 
