@@ -341,12 +341,13 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 
-def _is_llama_decoder(module: Any) -> bool:
+def _is_llama_decoder(module: nn.Module) -> bool:
     """Layers that `quantize.Int8Decoder` can stand in for: all of a network's, in order and alike."""
-    if not isinstance(module, nn.ModuleList) or not all(_is_llama_layer(layer) for layer in module):
+    layers: list[Any] = list(module) if isinstance(module, nn.ModuleList) else []
+    if not all(_is_llama_layer(layer) for layer in layers):
         return False
-    shapes = {tuple(parameter.shape for parameter in layer.parameters()) for layer in module}
-    return len(shapes) == 1 and [layer.self_attn.layer_idx for layer in module] == list(range(len(module)))
+    shapes = {tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}
+    return len(shapes) == 1 and [layer.self_attn.layer_idx for layer in layers] == list(range(len(layers)))
 
 
 def _is_llama_layer(module: Any) -> bool:
