@@ -487,7 +487,7 @@ def kernels_folder() -> Path:
     is another one, but not at the files of the kernels that it calls.
     """
     root = Path(__file__).parents[1]
-    sources = sorted(file for package in ("engine", "retriever") for file in (root / package).rglob("kernels.py"))
+    sources = sorted(file for package in ("engine", "retriever") for file in (root / package).rglob("*kernels.py"))
     version = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
     return cache_root().parent / "numba" / version
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from engine.errors import ModelError
 from engine.target import kernels, threads
 from engine.target.cache import KVStorage, KVTable
+from engine.target.team_kernels import COUNT
 
 KEY = "draftloom_tree"
 
@@ -60,7 +61,7 @@ class Pass:
     """The rows of one pass and what each may see, laid out for the kernels. O(rows x depth)."""
 
     def __init__(self, storage: KVStorage, parts: Sequence[Part]) -> None:
-        kv_heads, num_threads = storage.keys[0].shape[1], int(threads.team()[1])
+        kv_heads, num_threads = storage.keys[0].shape[1], int(threads.team()[COUNT])
         self.storage = storage
         self.parts = parts
         self.firsts = np.cumsum([0, *(len(part.parents) for part in parts)]).astype(np.int32)

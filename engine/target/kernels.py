@@ -20,6 +20,19 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.target.team_kernels import (
+    ATTEND_ENTRY,
+    BOARD_WORDS,
+    COUNT,
+    PRODUCT_ENTRY,
+    QUANTIZE_ENTRY,
+    dismiss,
+    muster,
+    pointer,
+    run,
+    take,
+)
+
 BLOCK = 64
 """Keys in one block of the KV storage."""
 
@@ -904,28 +917,6 @@ def attend_item(
     )
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An integer address as a pointer, for carray."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _take(typing_context: Any, address: Any) -> Any:
-    """Atomically read the int64 at an address and add one to it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = context.get_value_type(types.int64)
-        pointer = builder.inttoptr(args[0], word.as_pointer())
-        return builder.atomic_rmw("add", pointer, context.get_constant(types.int64, 1), "monotonic")
-
-    return types.int64(types.int64), generate
-
-
 _ATTEND_FIELDS = 24
 
 
@@ -938,20 +929,20 @@ def attend_entry(data: Any) -> None:
     a = carray(data, (_ATTEND_FIELDS,), np.int64)
     counter = a.ctypes.data
     heads, rows, dim, kv_heads, blocks = a[11], a[12], a[13], a[14], a[15]
-    query = carray(_pointer(a[2]), (heads, rows, dim), np.float32)
-    keys = carray(_pointer(a[3]), (blocks, kv_heads, dim, BLOCK), np.float32)
-    values = carray(_pointer(a[4]), (blocks, kv_heads, BLOCK, dim), np.float32)
-    out = carray(_pointer(a[5]), (rows, heads, dim), np.float32)
-    items = carray(_pointer(a[6]), (a[1], 4), np.int32)
-    tables = carray(_pointer(a[7]), (a[16],), np.int32)
-    sequences = carray(_pointer(a[8]), (a[17], 3), np.int32)
-    starts = carray(_pointer(a[9]), (rows + 1,), np.int32)
-    ancestors = carray(_pointer(a[10]), (a[18],), np.int32)
-    scale = carray(_pointer(a[19]), (1,), np.float32)[0]
-    softcap = carray(_pointer(a[21]), (1,), np.float32)[0]
-    sinks = carray(_pointer(a[22]), (a[23],), np.float32)
+    query = carray(pointer(a[2]), (heads, rows, dim), np.float32)
+    keys = carray(pointer(a[3]), (blocks, kv_heads, dim, BLOCK), np.float32)
+    values = carray(pointer(a[4]), (blocks, kv_heads, BLOCK, dim), np.float32)
+    out = carray(pointer(a[5]), (rows, heads, dim), np.float32)
+    items = carray(pointer(a[6]), (a[1], 4), np.int32)
+    tables = carray(pointer(a[7]), (a[16],), np.int32)
+    sequences = carray(pointer(a[8]), (a[17], 3), np.int32)
+    starts = carray(pointer(a[9]), (rows + 1,), np.int32)
+    ancestors = carray(pointer(a[10]), (a[18],), np.int32)
+    scale = carray(pointer(a[19]), (1,), np.float32)[0]
+    softcap = carray(pointer(a[21]), (1,), np.float32)[0]
+    sinks = carray(pointer(a[22]), (a[23],), np.float32)
     while True:
-        item = _take(counter)
+        item = take(counter)
         if item >= a[1]:
             break
         attend_item(item, items, query, keys, values, tables, sequences, starts, ancestors, a[20], scale, softcap, sinks, out)
@@ -966,16 +957,16 @@ def product_entry(data: Any) -> None:
     a = carray(data, (_PRODUCT_FIELDS,), np.int64)
     counter = a.ctypes.data
     rows, steps, panels, run, width = a[1], a[2], a[3], a[4], a[5]
-    quantized = carray(_pointer(a[6]), (rows, 4 * steps), np.uint8)
-    factor = carray(_pointer(a[7]), (rows,), np.float32)
-    packed = carray(_pointer(a[8]), (panels, steps, PANEL, 4), np.int8)
-    offset = carray(_pointer(a[9]), (panels * PANEL,), np.int32)
-    scale = carray(_pointer(a[10]), (panels * PANEL,), np.float32)
-    bias = carray(_pointer(a[11]), (panels * PANEL,), np.float32)
-    residual = carray(_pointer(a[12]), (a[13], width), np.float32)
-    out = carray(_pointer(a[15]), (rows, width), np.float32)
+    quantized = carray(pointer(a[6]), (rows, 4 * steps), np.uint8)
+    factor = carray(pointer(a[7]), (rows,), np.float32)
+    packed = carray(pointer(a[8]), (panels, steps, PANEL, 4), np.int8)
+    offset = carray(pointer(a[9]), (panels * PANEL,), np.int32)
+    scale = carray(pointer(a[10]), (panels * PANEL,), np.float32)
+    bias = carray(pointer(a[11]), (panels * PANEL,), np.float32)
+    residual = carray(pointer(a[12]), (a[13], width), np.float32)
+    out = carray(pointer(a[15]), (rows, width), np.float32)
     while True:
-        first = _take(counter) * run
+        first = take(counter) * run
         if first >= panels:
             break
         for panel in range(first, min(first + run, panels)):
@@ -991,54 +982,20 @@ def quantize_entry(data: Any) -> None:
     a = carray(data, (_QUANTIZE_FIELDS,), np.int64)
     counter = a.ctypes.data
     rows, width = a[1], a[2]
-    x = carray(_pointer(a[3]), (rows, width), np.float32)
-    weight = carray(_pointer(a[4]), (a[5],), np.float32)
-    eps = carray(_pointer(a[6]), (1,), np.float32)[0]
-    out = carray(_pointer(a[7]), (rows, (width + 3) // 4 * 4), np.uint8)
-    scale = carray(_pointer(a[8]), (rows,), np.float32)
+    x = carray(pointer(a[3]), (rows, width), np.float32)
+    weight = carray(pointer(a[4]), (a[5],), np.float32)
+    eps = carray(pointer(a[6]), (1,), np.float32)[0]
+    out = carray(pointer(a[7]), (rows, (width + 3) // 4 * 4), np.uint8)
+    scale = carray(pointer(a[8]), (rows,), np.float32)
     while True:
-        row = _take(counter)
+        row = take(counter)
         if row >= rows:
             break
         quantize_rows(x[row : row + 1], weight, eps, out[row : row + 1], scale[row : row + 1])
 
 
-# ---- pieces of work for all threads
-
-
-@intrinsic
-def _run_on_team(typing: Any, parallel: Any, entry: Any, data: Any, count: Any) -> Any:
-    """Call `entry(data)` on `count` threads by way of GOMP_parallel at the address `parallel`; once, here, where that is 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        parallel, entry, data, count = args
-        opaque, number, nothing = cgutils.voidptr_t, ir.IntType(32), ir.VoidType()
-        kinds = (ir.FunctionType(nothing, [opaque, opaque, number, number]), ir.FunctionType(nothing, [opaque]))
-        many, one = (kind.as_pointer() for kind in kinds)
-        work = builder.inttoptr(data, opaque)
-        with builder.if_else(builder.icmp_signed("!=", parallel, ir.IntType(64)(0))) as (team, alone):
-            with team:
-                threads = builder.trunc(count, number)
-                builder.call(builder.inttoptr(parallel, many), [builder.inttoptr(entry, opaque), work, threads, number(0)])
-            with alone:
-                builder.call(builder.inttoptr(entry, one), [work])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-@_jit
-def _run(team: Any, entry: int, args: Any) -> int:
-    """Have all threads take pieces of work; args[0] counts them. Returns how often one was asked for.
-
-    Addresses keep nothing alive: that `args` is read afterwards does.
-    """
-    _run_on_team(team[0], team[entry], args.ctypes.data, team[1])
-    return int(args[0])
-
-
 _RUNS = 4  # of a thread in a product: long enough for the processor to see a stream, short enough for threads to end together
-_ALONE = 1 << 14  # numbers to quantize below which threads cost more than they bring
+_ALONE = 1 << 11  # numbers to quantize below which threads cost more than they bring
 
 
 @_jit
@@ -1049,11 +1006,11 @@ def multiply(
     panels, steps = packed.shape[0], packed.shape[1]
     args = np.zeros(_PRODUCT_FIELDS, np.int64)
     args[1], args[2], args[3] = len(a), steps, panels
-    args[4], args[5] = max(1, panels // (_RUNS * team[1])), out.shape[1]
+    args[4], args[5] = max(1, panels // (_RUNS * team[COUNT])), out.shape[1]
     args[6], args[7], args[8] = a.ctypes.data, factor.ctypes.data, packed.ctypes.data
     args[9], args[10], args[11] = offset.ctypes.data, scale.ctypes.data, bias.ctypes.data
     args[12], args[13], args[14], args[15] = residual.ctypes.data, len(residual), int(gated), out.ctypes.data
-    _run(team, 2, args)
+    run(team, PRODUCT_ENTRY, args)
 
 
 @_jit
@@ -1066,7 +1023,7 @@ def quantize(team: Any, x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> 
     args[1], args[2] = x.shape[0], x.shape[1]
     args[3], args[4], args[5], args[6] = x.ctypes.data, weight.ctypes.data, len(weight), eps.ctypes.data
     args[7], args[8] = out.ctypes.data, scale.ctypes.data
-    _run(team, 3, args)
+    run(team, QUANTIZE_ENTRY, args)
 
 
 @_jit
@@ -1096,7 +1053,7 @@ def attend_all(
     args[16], args[17], args[18] = len(tables), len(sequences), len(ancestors)
     args[19], args[20] = scale.ctypes.data, window
     args[21], args[22], args[23] = softcap.ctypes.data, sinks.ctypes.data, len(sinks)
-    _run(team, 4, args)
+    run(team, ATTEND_ENTRY, args)
 
 
 @_jit
@@ -1150,10 +1107,10 @@ def _matrix(addresses: Any, shape: Any) -> Any:
     """(packed, offset, scale, bias) at four addresses, for `shape` (panels, steps)."""
     panels, steps = shape
     return (
-        carray(_pointer(addresses[0]), (panels, steps, PANEL, 4), np.int8),
-        carray(_pointer(addresses[1]), (panels * PANEL,), np.int32),
-        carray(_pointer(addresses[2]), (panels * PANEL,), np.float32),
-        carray(_pointer(addresses[3]), (panels * PANEL,), np.float32),
+        carray(pointer(addresses[0]), (panels, steps, PANEL, 4), np.int8),
+        carray(pointer(addresses[1]), (panels * PANEL,), np.int32),
+        carray(pointer(addresses[2]), (panels * PANEL,), np.float32),
+        carray(pointer(addresses[3]), (panels * PANEL,), np.float32),
     )
 
 
@@ -1170,12 +1127,15 @@ def decoder(
     over some twenty arrays for every layer takes a third as long as one row of a small model.
     """
     width = x.shape[1]
+    board = np.zeros(BOARD_WORDS, np.int64)
+    crew = muster(team, board)
     for i in range(len(layers)):
         at = layers[i]
-        first, second = carray(_pointer(at[16]), (width,), np.float32), carray(_pointer(at[17]), (width,), np.float32)
+        first, second = carray(pointer(at[16]), (width,), np.float32), carray(pointer(at[17]), (width,), np.float32)
         x = decoder_layer(
-            team, x, cos, sin, _matrix(at[:4], shapes[0]), _matrix(at[4:8], shapes[1]), _matrix(at[8:12], shapes[2]),
+            crew, x, cos, sin, _matrix(at[:4], shapes[0]), _matrix(at[4:8], shapes[1]), _matrix(at[8:12], shapes[2]),
             _matrix(at[12:16], shapes[3]), ((first, numbers[i, 0:1]), (second, numbers[i, 1:2])), keys[i], values[i], items,
             tables, sequences, firsts, starts, ancestors, windows[i], numbers[i, 2:3],
         )  # fmt: skip
+    dismiss(crew, board)
     return x

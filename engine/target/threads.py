@@ -1,49 +1,40 @@
-"""Compiled kernels on torch's own OpenMP team.
-
-Between two matrix products torch's threads spin, waiting for the next. A second pool (numba's own, say) would fight them for
-the cores and lose milliseconds; so kernels run as parallel regions of the very same team, through the entry point that
-compilers use for `#pragma omp parallel` (GNU libgomp's GOMP_parallel, 3 microseconds a call). Where torch was built on another
-runtime, they run on the calling thread: slower, with the same result, since every piece of work belongs to exactly one thread
-either way.
-"""
+"""The threads of a pass: torch's own OpenMP team, as kernels take it (`team_kernels`)."""
 
 from __future__ import annotations
 
 import ctypes
 import pathlib
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.target import kernels
+from engine.target import kernels, team_kernels
 
 
-def _load_openmp() -> Any:
-    """GOMP_parallel of the runtime that torch uses; None if that is not libgomp."""
+def _load_openmp() -> tuple[int, int]:
+    """GOMP_parallel_start and GOMP_parallel_end of the runtime that torch uses, by address; zeros if that is not libgomp."""
     for library in (pathlib.Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         try:
-            return ctypes.CDLL(str(library)).GOMP_parallel
+            openmp = ctypes.CDLL(str(library))
+            start, end = openmp.GOMP_parallel_start, openmp.GOMP_parallel_end
         except (OSError, AttributeError):
             continue
-    return None
+        return ctypes.cast(start, ctypes.c_void_p).value or 0, ctypes.cast(end, ctypes.c_void_p).value or 0
+    return 0, 0
 
 
-_parallel = _load_openmp()
+_region = _load_openmp()
 
 
 @cache
 def _team(count: int) -> NDArray[np.int64]:
-    alone = _parallel is None or count < 2
-    address = 0 if alone else ctypes.cast(_parallel, ctypes.c_void_p).value
-    entries = (kernels.product_entry, kernels.quantize_entry, kernels.attend_entry)
-    return np.array([address, 1 if alone else count, *(entry.address for entry in entries)], np.int64)
+    start, end = _region if count > 1 else (0, 0)
+    entries = (team_kernels.crew_entry, kernels.product_entry, kernels.quantize_entry, kernels.attend_entry)
+    return np.array([count if start else 1, start, end, *(entry.address for entry in entries), 0], np.int64)
 
 
 def team() -> NDArray[np.int64]:
-    """What kernels need to know to run on all threads: the address of GOMP_parallel (0: there is none), how many threads there
-    are, and the addresses of what they run.
-    """
+    """What kernels need to know to run on all threads, int64 [8]; `team_kernels` names what stands where."""
     return _team(torch.get_num_threads())
