@@ -352,7 +352,8 @@ def test_the_whole_of_it_on_the_real_model(tmp_path: Path, monkeypatch: pytest.M
 
 def test_kernels_are_compiled_anew_when_one_that_they_call_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled kernels hold others of other files; so any file of kernels, and no other, decides where they are kept."""
-    files = [tmp_path / "engine" / "kernels.py", tmp_path / "retriever" / "deep" / "k_kernels.py", tmp_path / "engine" / "cli.py"]
+    names = "engine/kernels.py", "retriever/deep/own_kernels.py", "engine/cli.py"
+    files = [tmp_path / name for name in names]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
