@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels import BlendResult
+from retriever.kernels import Nodes
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Continuations:
     """n nodes that may follow a context, best path first.
 
@@ -29,10 +31,35 @@ class Continuations:
     lengths: NDArray[np.int32]
     counts: NDArray[np.int32]
 
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        probs: NDArray[np.float32],
+        lengths: NDArray[np.int32],
+        counts: NDArray[np.int32],
+    ) -> None:
+        fields = self.__dict__  # every lookup makes one, and what a frozen class has would take twice as long
+        fields["tokens"] = tokens
+        fields["parents"] = parents
+        fields["probs"] = probs
+        fields["lengths"] = lengths
+        fields["counts"] = counts
+
     @staticmethod
-    def of(arrays: BlendResult) -> Continuations:
-        """The result of `kernels.blend` with its fields named."""
-        return Continuations(*arrays) if len(arrays[0]) else _NOTHING
+    def room(budget: int) -> Nodes:
+        """What a kernel writes at most `budget` nodes to; none if that is below 0."""
+        n = max(budget, 0)
+        return np.empty(n, _INT32), np.empty(n, _INT32), np.empty(n, _FLOAT32), np.empty(n, _INT32), np.empty(n, _INT32)
+
+    @staticmethod
+    def of(nodes: Nodes, num_nodes: int) -> Continuations:
+        """The first so many nodes that a kernel wrote, with their fields named."""
+        tokens, parents, probs, lengths, counts = nodes
+        if num_nodes == len(tokens):
+            return Continuations(tokens, parents, probs, lengths, counts)
+        n = num_nodes
+        return Continuations(tokens[:n], parents[:n], probs[:n], lengths[:n], counts[:n]) if n else _NOTHING
 
     @staticmethod
     def empty() -> Continuations:

@@ -75,6 +75,7 @@ class Datastore:
     def __init__(self, path: Path, manifest: Manifest, segments: list[Segment], metadata: MappedFile | None) -> None:
         self.path = path
         self.manifest = manifest
+        self._vocab_size = manifest.vocab_size
         self._width = token_width(manifest.vocab_size)
         self._segments: list[Segment] | None = segments
         self._metadata = metadata
@@ -160,23 +161,24 @@ class Datastore:
         Closed.
         """
         end = 0 if seconds == math.inf else time.monotonic_ns() + max(1, int(seconds * 1e9))
-        if min(max_length, samples, classes, depth) < 1:
+        if max_length < 1 or samples < 1 or classes < 1 or depth < 1:
             _positive(max_length=max_length, samples=samples, classes=classes, depth=depth)
         segments = self._mapped()  # a local reference: `close` in another thread must not unmap under the kernel
-        arrays = kernels.lookup(
+        nodes = Continuations.room(budget)
+        num_nodes = kernels.lookup(
             self._described,
             self._width,
-            self.vocab_size,
+            self._vocab_size,
             np.ascontiguousarray(context, np.int32),
-            budget,
             max_length,
             samples,
             classes,
             depth,
             end,
+            *nodes,
         )
         del segments
-        return Continuations.of(arrays)
+        return Continuations.of(nodes, num_nodes)
 
     def longest_match(self, context: Tokens, *, max_length: int = 32) -> Match:
         """The longest end of `context` (int32 [n]), at most `max_length` tokens, that occurs, and how often. O(log) searches.
@@ -322,7 +324,8 @@ class Datastore:
         if not len(tokens) or kernels.usable_length(tokens, self.vocab_size, len(tokens)) < len(tokens):
             return []
         intervals = np.zeros((len(segments), 3), np.int64)
-        kernels.count_matches(self._described, self._width, tokens, intervals)
+        words = np.empty(kernels.key_words(len(tokens), self._width), np.uint64)
+        kernels.count_matches(self._described, self._width, tokens, intervals, words)
         return [(segment, low, high, left) for segment, (low, high, left) in zip(segments, intervals.tolist(), strict=True)]
 
     def _document(self, index: int) -> tuple[Segment, int]:

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
     def intrinsic(function: Callable[..., Any]) -> Any: ...
 
-    def carray(pointer: Any, shape: Any, dtype: type[np.generic]) -> NDArray[Any]: ...
-
     def int64(number: Any) -> int: ...
 
+    np_cfarray: Any
     types: Any
 
 else:
-    from numba import carray, int64, njit
+    from numba import int64, njit
     from numba.core import types
     from numba.extending import intrinsic
+    from numba.np.arrayobj import np_cfarray
 
 Bytes = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
@@ -61,11 +61,18 @@ UInt32 = NDArray[np.uint32]
 UInt64 = NDArray[np.uint64]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
-BlendResult = tuple[Int32, Int32, Float32, Int32, Int32]
+Nodes = tuple[Int32, Int32, Float32, Int32, Int32]
+"""Where a kernel writes its answer, arrays of one size, which is how many nodes are wanted: tokens, parents, probs, lengths,
+counts, as `blend` has them. The caller's, since to hand five arrays back takes longer than to take them."""
 
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
-"""For the few lines that a loop runs over and over: a call costs more than they do."""
+kernel = njit(nogil=True, cache=True, error_model="numpy", _nrt=True)
+bare = njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+"""For what allocates nothing and returns none of its arrays: nobody counts there who holds an array, which costs two calls
+wherever one is cut or handed on."""
+inlined = njit(nogil=True, cache=True, error_model="numpy", _nrt=False, forceinline=True)
+"""Likewise, for the few lines that a loop runs over and over: a call costs more than they do."""
+named = njit(nogil=True, error_model="numpy", _nrt=False, inline="always")
+"""For an expression that is an array, which none of these may return: it is put where the call stands."""
 
 MAX_EVIDENCE_LENGTH = 64
 """Match lengths reported beside a node stop here."""
@@ -83,11 +90,12 @@ POOL_ORDERS = np.array([1, 2, 4, 8], np.int64)
 
 
 @kernel
-def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -> BlendResult:
-    """Occurrences in, the `budget` likeliest nodes of their trie out, best path first.
+def blend(continuations: Int32, lengths: Int32, weights: Float64, nodes: Nodes) -> int:
+    """Occurrences in, the likeliest nodes of their trie out, best path first. Returns how many.
 
-    `continuations` int32 [K, D], `lengths` int32 [K], `weights` float64 [K] as in the module's docstring. Returns (tokens
-    int32 [n], parents int32 [n], probs float32 [n], lengths int32 [n], counts int32 [n]), n <= budget; parents -1 is the root.
+    `continuations` int32 [K, D], `lengths` int32 [K], `weights` float64 [K] as in the module's docstring. Writes as many nodes
+    as there are and `nodes` has room for: tokens int32, parents int32, probs float32, lengths int32, counts int32; parents -1
+    is the root.
 
     A node's probability given its parent is PPM-C back-off (Moffat 1990, method C) over match lengths: with the rows that agree
     with the path so far, for every length L among them from the shortest up,
@@ -99,83 +107,97 @@ def blend(continuations: Int32, lengths: Int32, weights: Float64, budget: int) -
     not of how many they stand for. Below the shortest stands 0: what is left over is the chance of something not seen. Rows
     that have ended are not counted. lengths[i] is the longest match among the rows at the node's parent, plus the parent's
     depth, at most 64; counts[i] is the weight at that length there. Ties, which are paths whose probabilities agree to 2^-32
-    of themselves, go to the smaller token (by its last 20 bits), then to the earlier parent. No rows, or a budget below 1: no
-    nodes.
+    of themselves, go to the smaller token (by its last 20 bits), then to the earlier parent. No rows, or no room: no nodes.
 
-    Cost: O(budget K (log K + number of lengths)) at worst; a node costs as much as it has rows, and rows run out fast.
+    Cost: O(n K (log K + n + number of lengths)) for n nodes at worst; a node costs as much as it has rows, and rows run out
+    fast.
     """
     nowhere = np.empty((0, 2), np.int64)
-    return _blend(continuations, lengths, weights, budget, continuations.shape[1], nowhere, int64(4), int64(0))
+    longest = 0
+    for length in lengths:
+        longest = max(longest, int64(length))
+    depth = continuations.shape[1]
+    room = np.empty(_blend_room(len(lengths), depth, longest, len(nodes[0])), np.int64)
+    return _blend(continuations, lengths, weights, longest, depth, nowhere, int64(4), int64(0), nodes, room)
 
 
-@kernel
+_TOKEN, _PARENT, _RUN, _DEPTH, _PROB, _PATH, _LENGTH, _COUNT = range(8)
+_FIELDS = 8
+"""What is known of a node that may be emitted, in a cache line. The halves of _RUN are where its rows begin and end; _PROB and
+_PATH are float64."""
+
+
+@inlined
+def _blend_room(num_rows: int, depth: int, longest: int, num_nodes: int) -> int:
+    """How much memory, in int64, `_blend` works in. A row opens at most one candidate a depth."""
+    most_levels = min(num_rows, longest + 1)
+    return longest + 2 + 3 * most_levels + num_rows * (4 + most_levels) + (2 + _FIELDS) * num_rows * min(depth, num_nodes)
+
+
+@bare
 def _blend(
     continuations: Int32,
     lengths: Int32,
     weights: Float64,
-    budget: int,
+    longest: int,
     depth_limit: int,
     places: Int64,
     width: int,
     vocab_size: int,
-) -> BlendResult:
-    """`blend` of rows of `depth_limit` tokens, of which the matrix may have the first columns only.
+    nodes: Nodes,
+    room: Int64,
+) -> int:
+    """`blend` of rows of `depth_limit` tokens, of which the matrix may have the first columns only. No match is longer than
+    `longest`.
 
     What is beyond them is read where it stands, and only when a node is opened, which few are: places int64 [K, 2] has the
-    addresses of a row's first token and of the end of its text, of `width` bytes a token.
+    addresses of a row's first token and of the end of its text, of `width` bytes a token. `room` is cut into pieces to work in.
     """
+    tokens, parents, probs, match_lengths, counts = nodes
     num_rows, num_columns = continuations.shape
-    size = max(0, min(budget, num_rows * depth_limit))
-    tokens = np.empty(size, np.int32)
-    parents = np.empty(size, np.int32)
-    probs = np.empty(size, np.float32)
-    match_lengths = np.empty(size, np.int32)
-    counts = np.empty(size, np.int32)
-    if size == 0:
-        return tokens, parents, probs, match_lengths, counts
-
-    level_of, levels = _levels(lengths)
-    num_levels = len(levels)
-
-    # Memory to work in is asked for once, and cut into pieces: asking costs as much as three nodes do. A row opens at most one
-    # candidate a depth.
+    size = min(len(tokens), num_rows * depth_limit)
+    if size <= 0:
+        return 0
     limit = num_rows * min(depth_limit, size)
-    integers = np.empty(3 * num_rows + 1 + 6 * limit + 2 * size + 1, np.int64)
-    floats = np.empty(num_rows * (num_levels + 1) + 2 * num_levels + 2 * limit + size + 1, np.float64)
+
+    most_levels = min(num_rows, longest + 1)
+    level_of, room = room[: longest + 1], room[longest + 1 :]
+    levels, room = room[:most_levels], room[most_levels:]
+    num_levels = _number_levels(lengths, level_of, levels)
 
     # A node is a run of `keys`, one key a row, its next token above the row's number: sorting a run groups it by next token,
     # and every group is again a run, that of a child. The runs of a node's children lie inside its own, so one array does for
     # all.
-    keys, integers = integers[:num_rows], integers[num_rows:]
+    keys, room = room[:num_rows], room[num_rows:]
     for row in range(num_rows):
         keys[row] = row
-    room, integers = integers[:num_rows], integers[num_rows:]
-    child_low, integers = integers[: num_rows + 1], integers[num_rows + 1 :]
-    child_weight, floats = floats[: num_rows * num_levels].reshape(num_rows, num_levels), floats[num_rows * num_levels :]
-    child_prob, floats = floats[:num_rows], floats[num_rows:]
-    own_weight, floats = floats[:num_levels], floats[num_levels:]
-    level_rows, floats = floats[:num_levels], floats[num_levels:]
+    spare, room = room[:num_rows], room[num_rows:]
+    child_low, room = room[: num_rows + 1], room[num_rows + 1 :]
+    child_weight, room = room[: num_rows * num_levels].view(np.float64), room[num_rows * num_levels :]
+    child_prob, room = room[:num_rows].view(np.float64), room[num_rows:]
+    own_weight, room = room[:num_levels].view(np.float64), room[num_levels:]
+    level_rows, room = room[:num_levels].view(np.float64), room[num_levels:]
 
-    # What may be emitted next: a heap of numbers of candidates, and beside them what orders them.
-    heap, integers = integers[:limit], integers[limit:]
-    ranks, integers = integers[:limit], integers[limit:]
-    heap_size = 0
-    top_taken = False  # the heap's top was emitted: its first child takes its place there, which mostly stays the top
-    cands, integers = integers[: 4 * limit].reshape(limit, 4), integers[4 * limit :]  # token, parent, low, high
-    cand_prob, floats = floats[:limit], floats[limit:]
-    cand_path, floats = floats[:limit], floats[limit:]
-    path_bits = cand_path.view(np.int64)
-    num_cands = 0
+    # What may be emitted next: where the candidates' fields begin, the best one last. Beside it stands what orders them: the
+    # bits of the path's probability, which are ordered as it is, with the complement of the token in the last 20, so that
+    # probabilities that agree to 2^-32 of themselves are a tie. Then the earlier candidate goes first. A list in order does
+    # better than a heap here: what comes in mostly belongs near the end, and what cannot be emitted any more is seen at once.
+    queue, room = room[:limit], room[limit:]
+    ranks, room = room[:limit], room[limit:]
+    num_queued = 0
+    cands = room[: _FIELDS * limit]
+    cand_floats = cands.view(np.float64)
+    cand = 0  # where the next one's fields begin
 
-    node_depth, node_length = integers[:size], integers[size:]
-    node_count = floats
     num_nodes = 0
     node, depth, path, low, high = -1, 0, 1.0, 0, num_rows
 
     while True:
         if depth < depth_limit:
-            # Rows that go on, grouped by their next token. A row alone, as most are soon, needs no sorting.
+            # Rows that go on, grouped by their next token. Those of one class and segment are in order as they stand.
             end = low
+            last_key = int64(-1)
+            in_order = True
             for i in range(low, high):
                 row = keys[i] & 0xFFFFFFFF
                 if depth < num_columns:
@@ -183,120 +205,129 @@ def _blend(
                 else:
                     token = _token_beyond(places[row, 0], places[row, 1], depth, width, vocab_size)
                 if token >= 0:
-                    keys[end] = token << 32 | row
+                    key = token << 32 | row
+                    keys[end] = key
+                    in_order &= key > last_key
+                    last_key = key
                     end += 1
             num_children = 0
-            if end - low == 1:
+            length, count = int64(0), 0.0  # the longest match among them, and its weight
+            if end - low == 1:  # as most are soon
                 row = keys[low] & 0xFFFFFFFF
                 num_children = 1
                 child_low[0], child_low[1] = low, end
                 child_prob[0] = 0.5
-                node_length[node + 1] = lengths[row] + depth
-                node_count[node + 1] = weights[row]
+                length, count = int64(lengths[row]), weights[row]
             elif end > low:
-                _sort(keys, low, end, room)
+                if not in_order:
+                    _sort(keys, low, end, spare)
                 level_rows[:] = 0.0
                 top = -1
                 bottom = num_levels
-                for i in range(low, end):
-                    if i == low or keys[i] >> 32 != keys[i - 1] >> 32:
-                        child_low[num_children] = i
-                        child_prob[num_children] = 0.0
-                        for level in range(num_levels):
-                            child_weight[num_children, level] = 0.0
-                        num_children += 1
-                    row = keys[i] & 0xFFFFFFFF
-                    level = level_of[lengths[row]]
-                    child_weight[num_children - 1, level] += weights[row]
-                    level_rows[level] += 1.0
-                    top = max(top, level)
-                    bottom = min(bottom, level)
+                i = low
+                while i < end:
+                    token = keys[i] >> 32
+                    child_low[num_children] = i
+                    child_prob[num_children] = 0.0
+                    for level in range(num_levels):
+                        child_weight[num_children * num_levels + level] = 0.0
+                    while i < end and keys[i] >> 32 == token:
+                        # Rows of a level mostly stand together: their sum is not written and read again for each of them.
+                        length = int64(lengths[keys[i] & 0xFFFFFFFF])
+                        level = level_of[length]
+                        weight = child_weight[num_children * num_levels + level]
+                        first = i
+                        while i < end and keys[i] >> 32 == token and lengths[keys[i] & 0xFFFFFFFF] == length:
+                            weight += weights[keys[i] & 0xFFFFFFFF]
+                            i += 1
+                        child_weight[num_children * num_levels + level] = weight
+                        level_rows[level] += i - first
+                        top = max(top, level)
+                        bottom = min(bottom, level)
+                    num_children += 1
                 child_low[num_children] = end
 
                 # Longer matches count for shorter lengths too; a length no row has of its own is no level here.
                 for level in range(bottom, top + 1):
                     own_weight[level] = 0.0
                     for child in range(num_children):
-                        own_weight[level] += child_weight[child, level]
+                        own_weight[level] += child_weight[child * num_levels + level]
                 for level in range(top - 1, bottom - 1, -1):
                     level_rows[level] += level_rows[level + 1]
                     for child in range(num_children):
-                        child_weight[child, level] += child_weight[child, level + 1]
-                node_length[node + 1] = levels[top] + depth
-                node_count[node + 1] = own_weight[top]
+                        child_weight[child * num_levels + level] += child_weight[child * num_levels + level + 1]
+                length, count = levels[top], own_weight[top]
                 for level in range(bottom, top + 1):
                     if own_weight[level] == 0.0:
                         continue
                     total = 0.0
                     distinct = 0
                     for child in range(num_children):
-                        total += child_weight[child, level]
-                        distinct += child_weight[child, level] > 0.0
+                        total += child_weight[child * num_levels + level]
+                        distinct += child_weight[child * num_levels + level] > 0.0
                     escape = distinct / (level_rows[level] + distinct)
                     share = (1.0 - escape) / total
                     for child in range(num_children):
-                        child_prob[child] = child_weight[child, level] * share + escape * child_prob[child]
+                        child_prob[child] = child_weight[child * num_levels + level] * share + escape * child_prob[child]
 
+            wanted = size - num_nodes
+            length = min(length + depth, MAX_EVIDENCE_LENGTH)
+            seen = int64(min(np.rint(count), 2147483647.0))
             for child in range(num_children):
                 token = keys[child_low[child]] >> 32
-                cands[num_cands, 0] = token
-                cands[num_cands, 1] = node
-                cands[num_cands, 2] = child_low[child]
-                cands[num_cands, 3] = child_low[child + 1]
-                cand_prob[num_cands] = child_prob[child]
-                cand_path[num_cands] = path * child_prob[child]
-                rank = path_bits[num_cands] >> 20 << 20 | (0xFFFFF - (token & 0xFFFFF))
-                if top_taken:
-                    _sift_down(heap, ranks, heap_size, num_cands, rank)
-                    top_taken = False
-                else:
-                    _sift_up(heap, ranks, heap_size, num_cands, rank)
-                    heap_size += 1
-                num_cands += 1
+                cand_floats[cand + _PATH] = path * child_prob[child]
+                rank = cands[cand + _PATH] >> 20 << 20 | (0xFFFFF - (token & 0xFFFFF))
+                if num_queued >= wanted and rank <= ranks[num_queued - wanted]:
+                    continue  # so many come before it that its turn will not come
+                cands[cand + _TOKEN] = token
+                cands[cand + _PARENT] = node
+                cands[cand + _RUN] = child_low[child] << 32 | child_low[child + 1]
+                cands[cand + _DEPTH] = depth + 1
+                cand_floats[cand + _PROB] = child_prob[child]
+                cands[cand + _LENGTH] = length
+                cands[cand + _COUNT] = seen
+                at = num_queued
+                while at > 0 and ranks[at - 1] >= rank:
+                    queue[at], ranks[at] = queue[at - 1], ranks[at - 1]
+                    at -= 1
+                queue[at], ranks[at] = cand, rank
+                num_queued += 1
+                cand += _FIELDS
 
-        if top_taken:
-            heap_size -= 1
-            _sift_down(heap, ranks, heap_size, heap[heap_size], ranks[heap_size])
-        if heap_size == 0:
+        if num_queued == 0:
             break
-        best = heap[0]
-        top_taken = True
-        parent = cands[best, 1]
-        tokens[num_nodes] = cands[best, 0]
-        parents[num_nodes] = parent
-        probs[num_nodes] = cand_prob[best]
-        match_lengths[num_nodes] = min(node_length[parent + 1], MAX_EVIDENCE_LENGTH)
-        counts[num_nodes] = int(min(round(node_count[parent + 1]), 2147483647.0))
-        depth = 1 if parent < 0 else node_depth[parent] + 1
-        node_depth[num_nodes] = depth
-        node, path, low, high = num_nodes, cand_path[best], cands[best, 2], cands[best, 3]
+        num_queued -= 1
+        best = queue[num_queued]
+        tokens[num_nodes] = cands[best + _TOKEN]
+        parents[num_nodes] = cands[best + _PARENT]
+        probs[num_nodes] = cand_floats[best + _PROB]
+        match_lengths[num_nodes] = cands[best + _LENGTH]
+        counts[num_nodes] = cands[best + _COUNT]
+        node, depth, path = num_nodes, cands[best + _DEPTH], cand_floats[best + _PATH]
+        low, high = cands[best + _RUN] >> 32, cands[best + _RUN] & 0xFFFFFFFF
         num_nodes += 1
         if num_nodes == size:
             break
 
-    return tokens[:num_nodes], parents[:num_nodes], probs[:num_nodes], match_lengths[:num_nodes], counts[:num_nodes]
+    return num_nodes
 
 
-@kernel
-def _levels(lengths: Int32) -> tuple[Int64, Int64]:
-    """(level of each length, length of each level); levels number the different lengths upwards. Lengths are >= 0 and small."""
-    longest = 0
-    for length in lengths:
-        longest = max(longest, int64(length))
-    level_of = np.full(longest + 1, -1, np.int64)
-    levels = np.empty(longest + 1, np.int64)
+@bare
+def _number_levels(lengths: Int32, level_of: Int64, levels: Int64) -> int:
+    """Number the different lengths upwards: the level of each length, and the length of each level. Returns how many."""
+    level_of[:] = -1
     for length in lengths:
         level_of[length] = 0
     num_levels = 0
-    for candidate in range(longest + 1):
-        if level_of[candidate] == 0:
-            level_of[candidate] = num_levels
-            levels[num_levels] = candidate
+    for length in range(len(level_of)):
+        if level_of[length] == 0:
+            level_of[length] = num_levels
+            levels[num_levels] = length
             num_levels += 1
-    return level_of, levels[:num_levels]
+    return num_levels
 
 
-@kernel
+@bare
 def _sort(keys: Int64, low: int, high: int, room: Int64) -> None:
     """Sort keys[low:high] in place, with `room` as large as `keys` to work in.
 
@@ -326,15 +357,14 @@ def _sort(keys: Int64, low: int, high: int, room: Int64) -> None:
             end = min(middle + 1, high)
             while end < high and keys[end] >= keys[end - 1]:
                 end += 1
-            room[begin:middle] = keys[begin:middle]
+            for i in range(begin, middle):
+                room[i] = keys[i]
             left, right, at = begin, middle, begin
             while left < middle and right < end:
-                if room[left] <= keys[right]:
-                    keys[at] = room[left]
-                    left += 1
-                else:
-                    keys[at] = keys[right]
-                    right += 1
+                one, other = room[left], keys[right]
+                keys[at] = min(one, other)
+                left += one <= other
+                right += one > other
                 at += 1
             while left < middle:
                 keys[at] = room[left]
@@ -344,50 +374,19 @@ def _sort(keys: Int64, low: int, high: int, room: Int64) -> None:
             begin = end
 
 
-# The heap of candidates is ordered by rank, an integer: the bits of the path's probability, which are ordered as it is, with
-# the complement of the token in the last 20, so that probabilities that agree to 2^-32 of themselves are a tie. Then the
-# earlier candidate goes first.
-
-
-@inlined
-def _sift_up(heap: Int64, ranks: Int64, at: int, candidate: int, rank: int) -> None:
-    """Put a candidate into a heap of `at`, from its end upwards."""
-    while at > 0:
-        above = (at - 1) >> 1
-        if rank < ranks[above] or (rank == ranks[above] and candidate > heap[above]):
-            break
-        heap[at], ranks[at] = heap[above], ranks[above]
-        at = above
-    heap[at], ranks[at] = candidate, rank
-
-
-@inlined
-def _sift_down(heap: Int64, ranks: Int64, size: int, candidate: int, rank: int) -> None:
-    """Put a candidate in the place of the top of a heap of `size`."""
-    at = 0
-    while 2 * at + 1 < size:
-        below = 2 * at + 1
-        if below + 1 < size:
-            left, right = ranks[below], ranks[below + 1]
-            below += right > left or (right == left and heap[below + 1] < heap[below])
-        if rank > ranks[below] or (rank == ranks[below] and candidate < heap[below]):
-            break
-        heap[at], ranks[at] = heap[below], ranks[below]
-        at = below
-    heap[at], ranks[at] = candidate, rank
-
-
 # Machine words
 
 
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address (int64) as a pointer that `carray` takes."""
+def _array_at(typing_context: Any, address: Any, shape: Any, dtype: Any) -> Any:
+    """The memory at an address (int64) as an array; whose it is, others know."""
+    array_type = types.Array(dtype.dtype, len(shape) if isinstance(shape, types.BaseTuple) else 1, "C")
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
+        pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
+        return np_cfarray(context, builder, array_type(types.voidptr, shape), (pointer, args[1]))
 
-    return types.voidptr(address), codegen
+    return array_type(types.int64, shape, dtype), codegen
 
 
 @intrinsic
@@ -439,7 +438,7 @@ def _token_beyond(begin: int, end: int, ahead: int, width: int, vocab_size: int)
     at = begin + ahead * width
     if at + width > end:
         return -1
-    token = token_at(carray(_pointer(at), end - at, np.uint8), width, 0)
+    token = token_at(_array_at(at, end - at, np.uint8), width, 0)
     return token if token < vocab_size else -1
 
 
@@ -460,10 +459,12 @@ def token_at(text: Bytes, width: int, position: int) -> int:
     return int64(_eight_bytes(text, position * width) >> np.uint64(64 - 8 * width))
 
 
-@kernel
-def pack_key(key: Int32, width: int) -> UInt64:
-    """uint64 [ceil(len(key) * width / 8)]: a key as it would stand in a text, eight bytes a word, the rest 0."""
-    words = np.zeros((len(key) * width + 7) // 8, np.uint64)
+@bare
+def pack_key(key: Int32, width: int, words: UInt64) -> None:
+    """Fill `words`, uint64 [ceil(len(key) * width / 8)] or more, with a key as it would stand in a text, eight bytes a word,
+    the rest 0.
+    """
+    words[:] = np.uint64(0)
     size = 8 * width
     for i in range(len(key)):
         token = np.uint64(key[i]) & np.uint64((int64(1) << size) - 1)
@@ -473,7 +474,6 @@ def pack_key(key: Int32, width: int) -> UInt64:
         else:
             words[word] |= token >> np.uint64(size - room)
             words[word + 1] |= token << np.uint64(64 - size + room)
-    return words
 
 
 @inlined
@@ -497,9 +497,15 @@ def compare(text: Bytes, width: int, position: int, words: UInt64, num_tokens: i
 
 @inlined
 def lower_bound(text: Bytes, width: int, order: Int32, words: UInt64, num_tokens: int, low: int, high: int) -> int:
-    """The first index in [low, high) of `order` whose suffix is not below the key; `high` if there is none. O(log n)."""
+    """The first index in [low, high) of `order` whose suffix is not below the key; `high` if there is none. O(log n).
+
+    Where the next step may look, in either half, is loaded meanwhile.
+    """
+    address = text.ctypes.data
     while low < high:
-        middle = (low + high) // 2
+        middle = (low + high) >> 1
+        _prefetch(address + order[(low + middle) >> 1] * width)
+        _prefetch(address + order[min(middle + high + 1, 2 * high - 1) >> 1] * width)
         if compare(text, width, order[middle], words, num_tokens) < 0:
             low = middle + 1
         else:
@@ -605,6 +611,12 @@ def table_find(table: UInt32, key: Int32, length: int, num_suffixes: int) -> tup
     return 0, 0
 
 
+@inlined
+def prefetch_table(address: int, num_slots: int, key: Int32) -> None:
+    """Begin to load where a table may have the beginning of a key that `find_interval` asks for first."""
+    _prefetch(address + 12 * (hash_context(key, min(len(key), TABLE_CONTEXT)) & (num_slots - 1)))
+
+
 @kernel
 def frequent_contexts(text: Bytes, width: int, order: Int32, separator: int, min_count: int) -> Int64:
     """int64 [m, 3]: (length, low, count) of every context of 1 to 3 tokens that occurs `min_count` times or more. O(n)."""
@@ -695,10 +707,13 @@ def narrow(samples: UInt64, words: UInt64, num_bytes: int, low: int, high: int) 
 
 
 @inlined
-def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, samples: UInt64, key: Int32) -> tuple[int, int]:
+def find_interval(
+    text: Bytes, width: int, order: Int32, table: UInt32, samples: UInt64, key: Int32, words: UInt64
+) -> tuple[int, int]:
     """The interval of `order` whose suffixes begin with `key` (at least one token); low = high if there are none.
 
     O(1) where the table knows the key, else O(log n) comparisons in the interval of its longest beginning that the table knows.
+    `words` is room for the packed key.
     """
     low, high = 0, len(order)
     for length in range(min(len(key), TABLE_CONTEXT), 0, -1):
@@ -708,7 +723,7 @@ def find_interval(text: Bytes, width: int, order: Int32, table: UInt32, samples:
             if length == len(key):
                 return low, high
             break
-    words = pack_key(key, width)
+    pack_key(key, width, words)
     if high - low > SAMPLE_STRIDE and len(samples):
         low, high = narrow(samples, words, len(key) * width, low, high)
     low = lower_bound(text, width, order, words, len(key), low, high)
@@ -828,44 +843,52 @@ def describe(
     return np.array([number for array in arrays for number in (array.ctypes.data, len(array))], np.int64)
 
 
-@inlined
+@named
 def _text(segment: Int64) -> Bytes:
-    return carray(_pointer(segment[0]), segment[1], np.uint8)
+    array: Bytes = _array_at(segment[0], segment[1], np.uint8)
+    return array
 
 
-@inlined
+@named
 def _order(segment: Int64) -> Int32:
-    return carray(_pointer(segment[2]), segment[3], np.int32)
+    array: Int32 = _array_at(segment[2], segment[3], np.int32)
+    return array
 
 
-@inlined
+@named
 def _table(segment: Int64) -> UInt32:
-    return carray(_pointer(segment[4]), (segment[5], 3), np.uint32)
+    array: UInt32 = _array_at(segment[4], (segment[5], 3), np.uint32)
+    return array
 
 
-@inlined
+@named
 def _left(segment: Int64) -> UInt64:
-    return carray(_pointer(segment[6]), segment[7], np.uint64)
+    array: UInt64 = _array_at(segment[6], segment[7], np.uint64)
+    return array
 
 
-@inlined
+@named
 def _before_blocks(segment: Int64) -> UInt64:
-    return carray(_pointer(segment[8]), segment[9], np.uint64)
+    array: UInt64 = _array_at(segment[8], segment[9], np.uint64)
+    return array
 
 
-@inlined
+@named
 def _contexts(segment: Int64) -> UInt32:
-    return carray(_pointer(segment[10]), (segment[11], 4), np.uint32)
+    array: UInt32 = _array_at(segment[10], (segment[11], 4), np.uint32)
+    return array
 
 
-@inlined
+@named
 def _runs(segment: Int64) -> UInt32:
-    return carray(_pointer(segment[12]), (segment[13], 3), np.uint32)
+    array: UInt32 = _array_at(segment[12], (segment[13], 3), np.uint32)
+    return array
 
 
-@inlined
+@named
 def _samples(segment: Int64) -> UInt64:
-    return carray(_pointer(segment[14]), (segment[15], SAMPLE_WORDS), np.uint64)
+    array: UInt64 = _array_at(segment[14], (segment[15], SAMPLE_WORDS), np.uint64)
+    return array
 
 
 @inlined
@@ -877,16 +900,23 @@ def usable_length(context: Int32, vocab_size: int, max_length: int) -> int:
     return length
 
 
-@kernel
-def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64) -> int:
+@inlined
+def key_words(num_tokens: int, width: int) -> int:
+    """How many words `pack_key` fills."""
+    return (num_tokens * width + 7) >> 3
+
+
+@bare
+def count_matches(segments: Int64, width: int, key: Int32, intervals: Int64, words: UInt64) -> int:
     """How often `key` occurs in what is left of all segments.
 
-    Its interval in segment s, and how many suffixes of that are left, are written to intervals[s], int64 [S, 3].
+    Its interval in segment s, and how many suffixes of that are left, are written to intervals[s], int64 [S, 3]. `words` is
+    room for the packed key.
     """
     total = 0
     for s in range(len(segments)):
         segment = segments[s]
-        low, high = find_interval(_text(segment), width, _order(segment), _table(segment), _samples(segment), key)
+        low, high = find_interval(_text(segment), width, _order(segment), _table(segment), _samples(segment), key, words)
         intervals[s, 0] = low
         intervals[s, 1] = high
         intervals[s, 2] = count_left(_left(segment), _before_blocks(segment), low, high)
@@ -903,58 +933,75 @@ def rung(r: int) -> int:
     return 2 * octave if r & 1 else octave + octave // 2
 
 
-@kernel
-def longest_match(segments: Int64, width: int, context: Int32, limit: int, end: int, intervals: Int64, counts: Int64) -> int:
+_CLIMBED = 6
+"""The rungs up to eight tokens, which most searches ask for."""
+
+
+@inlined
+def num_rungs(limit: int) -> int:
+    """How many rungs there are up to a length."""
+    r = 0
+    while rung(r) <= limit:
+        r += 1
+    return r
+
+
+@bare
+def longest_match(
+    segments: Int64, width: int, context: Int32, limit: int, end: int, intervals: Int64, counts: Int64, words: UInt64
+) -> int:
     """The largest length, at most `limit`, at which the end of the context occurs in some segment; 0 if it never does.
 
     What occurs at a length occurs at every shorter one. So it climbs the rungs while they occur, from the eighth token at once
     to the limit, and searches between the last that occurs and the first that does not by halving. Short rungs are what the
     table answers, and what `lookup` asks for next: the answers are kept, counts int64 [R + 1] (-1: not asked) and intervals
     int64 [R + 1, S, 3] at the number of the rung, or in the last place if the length is none. After `end` (see `lookup`) it
-    stops with what it has.
+    stops with what it has. `words` is room for a packed key.
     """
     counts[:] = -1
     spare = len(counts) - 1
     low, high = 0, limit
+    for r in range(min(spare, _CLIMBED)):  # what the table has of them is loaded meanwhile
+        for s in range(len(segments)):
+            prefetch_table(segments[s, 4], segments[s, 5], context[len(context) - rung(r) :])
     r = 0
     while low < high and rung(r) <= high and not _late(end):
-        counts[r] = count_matches(segments, width, context[len(context) - rung(r) :], intervals[r])
+        counts[r] = count_matches(segments, width, context[len(context) - rung(r) :], intervals[r], words)
         if counts[r] == 0:
             high = rung(r) - 1
         else:
             low = rung(r)
             if low == 8 and limit > 8:
-                counts[spare] = count_matches(segments, width, context[len(context) - limit :], intervals[spare])
+                counts[spare] = count_matches(segments, width, context[len(context) - limit :], intervals[spare], words)
                 if counts[spare] > 0:
                     return limit
                 high = limit - 1
             r += 1
-    found = low
+    climbed = asked = low
     while low < high and not _late(end):
-        middle = (low + high + 1) // 2
-        counts[spare] = count_matches(segments, width, context[len(context) - middle :], intervals[spare])
+        asked = (low + high + 1) >> 1
+        counts[spare] = count_matches(segments, width, context[len(context) - asked :], intervals[spare], words)
         if counts[spare] > 0:
-            low = middle
+            low = asked
         else:
-            high = middle - 1
-    if low > found:
-        counts[spare] = count_matches(segments, width, context[len(context) - low :], intervals[spare])
+            high = asked - 1
+    if climbed < low < asked:
+        counts[spare] = count_matches(segments, width, context[len(context) - low :], intervals[spare], words)
     return low
 
 
 @kernel
 def longest(segments: Int64, width: int, context: Int32, limit: int) -> tuple[int, int]:
     """(length, count) of the longest end of the context, at most `limit` tokens, that occurs; (0, 0) if none does."""
-    num_rungs = 0
-    while rung(num_rungs) <= limit:
-        num_rungs += 1
-    intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
-    counts = np.empty(num_rungs + 1, np.int64)
-    length = longest_match(segments, width, context, limit, 0, intervals, counts)
-    for r in range(num_rungs):
+    last = num_rungs(limit)
+    intervals = np.empty((last + 1, len(segments), 3), np.int64)
+    counts = np.empty(last + 1, np.int64)
+    words = np.empty(key_words(limit, width), np.uint64)
+    length = longest_match(segments, width, context, limit, 0, intervals, counts, words)
+    for r in range(last):
         if rung(r) == length and counts[r] > 0:
             return length, counts[r]
-    return length, max(counts[num_rungs], 0) if length else 0
+    return length, max(counts[last], 0) if length else 0
 
 
 @kernel
@@ -963,13 +1010,17 @@ def lookup(
     width: int,
     vocab_size: int,
     context: Int32,
-    budget: int,
     max_length: int,
     num_samples: int,
     num_classes: int,
     depth: int,
     end: int,
-) -> BlendResult:
+    tokens: Int32,
+    parents: Int32,
+    probs: Float32,
+    lengths: Int32,
+    counts: Int32,
+) -> int:
     """What followed the end of the context, as `blend` has it, from the longest match and up to `num_classes - 1` shorter ones.
 
     A shorter length becomes a class of its own where it occurs at least twice as often as the class before. Of a class at most
@@ -978,37 +1029,69 @@ def lookup(
     looked at, and counts exactly. Occurrences that belong to a longer class stand there already; those left share the class's
     exact count, or that of their run. After `end`, in nanoseconds of the monotonic clock (0: never), no more is searched for,
     and what has been found is blended.
+
+    The nodes are written to the last five arguments, as many as these have room for. Returns how many.
     """
-    rows = np.empty((num_samples * num_classes, 1), np.int32)
-    row_places = np.empty((num_samples * num_classes, 2), np.int64)
-    lengths = np.empty(num_samples * num_classes, np.int32)
-    weights = np.empty(num_samples * num_classes, np.float64)
     limit = usable_length(context, vocab_size, max_length)
-    num_rungs = 0
-    while rung(num_rungs) <= limit:
-        num_rungs += 1
-    intervals = np.empty((num_rungs + 1, len(segments), 3), np.int64)
-    counts = np.empty(num_rungs + 1, np.int64)
-    places = np.empty((num_samples, 2), np.int64)
-    shares = np.empty(num_samples, np.float64)
-    row_groups = np.empty(num_samples * num_classes, np.int64)
-    # What the sampled occurrences of a class stand for: group 0 is what no table knows, every other one next token.
-    group_token = np.empty(num_samples + 1, np.int64)
-    group_left = np.empty(num_samples + 1, np.float64)
-    group_fresh = np.empty(num_samples + 1, np.float64)
+    num_rows = num_samples * num_classes
+    # Memory is asked for once: asking costs as much as three nodes do.
+    size = 6 * num_rows + 6 * num_samples + 3 + 2 * MOST_RUNS + 2 * key_words(limit, width)
+    size += (num_rungs(limit) + 1) * (3 * len(segments) + 1) + _blend_room(num_rows, depth, limit, len(tokens))
+    room = np.empty(size, np.int64)
+    nodes = tokens, parents, probs, lengths, counts
+    return _lookup(segments, width, vocab_size, context, limit, num_samples, num_classes, depth, end, nodes, room)
+
+
+@bare
+def _lookup(
+    segments: Int64,
+    width: int,
+    vocab_size: int,
+    context: Int32,
+    limit: int,
+    num_samples: int,
+    num_classes: int,
+    depth: int,
+    end: int,
+    nodes: Nodes,
+    room: Int64,
+) -> int:
+    """`lookup` of at most `limit` tokens. `room` is cut into pieces to work in."""
+    num_rows = num_samples * num_classes
+    rows, room = room[:num_rows].view(np.int32)[:num_rows].reshape(num_rows, 1), room[num_rows:]
+    row_places, room = room[: 2 * num_rows].reshape(num_rows, 2), room[2 * num_rows :]
+    row_groups, room = room[:num_rows], room[num_rows:]
+    lengths, room = room[:num_rows].view(np.int32)[:num_rows], room[num_rows:]
+    weights, room = room[:num_rows].view(np.float64), room[num_rows:]
     num_rows = 0
-    length = longest_match(segments, width, context, limit, end, intervals, counts)
-    slot = num_rungs
-    for r in range(num_rungs):
+
+    last, num_segments = num_rungs(limit), len(segments)
+    counts, room = room[: last + 1], room[last + 1 :]
+    intervals = room[: 3 * num_segments * (last + 1)].reshape(last + 1, num_segments, 3)
+    room = room[3 * num_segments * (last + 1) :]
+    num_words = key_words(limit, width)
+    words, room = room[:num_words].view(np.uint64), room[num_words:]
+    longer_words, room = room[:num_words].view(np.uint64), room[num_words:]
+
+    places, room = room[: 2 * num_samples].reshape(num_samples, 2), room[2 * num_samples :]
+    shares, room = room[:num_samples].view(np.float64), room[num_samples:]
+    run_places, room = room[: 2 * MOST_RUNS].reshape(MOST_RUNS, 2), room[2 * MOST_RUNS :]
+    # What the sampled occurrences of a class stand for: group 0 is what no table knows, every other one next token.
+    group_token, room = room[: num_samples + 1], room[num_samples + 1 :]
+    group_left, room = room[: num_samples + 1].view(np.float64), room[num_samples + 1 :]
+    group_fresh, room = room[: num_samples + 1].view(np.float64), room[num_samples + 1 :]
+
+    length = longest_match(segments, width, context, limit, end, intervals, counts, words)
+    slot = last
+    for r in range(last):
         if rung(r) == length and counts[r] > 0:
             slot = r
     longer = 0
     longer_count = 0
-    longer_words = pack_key(context[:0], width)
     classes_left = num_classes
     while length > 0 and classes_left > 0 and not _late(end):
         if counts[slot] < 0:
-            counts[slot] = count_matches(segments, width, context[len(context) - length :], intervals[slot])
+            counts[slot] = count_matches(segments, width, context[len(context) - length :], intervals[slot], words)
         count = counts[slot]
         if count >= max(2 * longer_count, 1):
             first = num_rows
@@ -1019,10 +1102,10 @@ def lookup(
             num_runs = 0
             if length < TABLE_CONTEXT and count > num_samples:
                 num_runs = _count_runs(segments, length, intervals[slot])
-            in_runs = num_runs > 0 and 2 * (num_runs + len(segments)) <= num_samples
+            in_runs = num_runs > 0 and 2 * (num_runs + num_segments) <= num_samples
             before = 0  # occurrences in the segments before this one
             i = 0
-            for s in range(len(segments)):
+            for s in range(num_segments):
                 num_taken = 0
                 if in_runs and intervals[slot, s, 2] > 0:
                     num_taken, num_groups = _stratify(
@@ -1030,16 +1113,20 @@ def lookup(
                         length,
                         intervals[slot, s],
                         count,
-                        num_samples - num_runs - len(segments),
+                        num_samples - num_runs - num_segments,
                         places,
                         shares,
+                        run_places,
                         group_token,
                         group_left,
                         group_fresh,
                         num_groups,
                     )
-                while not in_runs and i < num_wanted and sample_place(i, count, num_wanted) < before + intervals[slot, s, 2]:
-                    places[num_taken, 0] = sample_place(i, count, num_wanted) - before
+                while not in_runs and i < num_wanted:
+                    place = sample_place(i, count, num_wanted) - before
+                    if place >= intervals[slot, s, 2]:
+                        break
+                    places[num_taken, 0] = place
                     places[num_taken, 1] = 0
                     shares[num_taken] = 1.0
                     num_taken += 1
@@ -1074,16 +1161,23 @@ def lookup(
                 weights[row] *= max(group_left[group], 1.0) / group_fresh[group]
             if num_rows > first:
                 longer, longer_count = length, count
-                longer_words = pack_key(context[len(context) - length :], width)
+                pack_key(context[len(context) - length :], width, longer_words)
                 classes_left -= 1
-        slot = num_rungs - 1
+        # The next rung down, but none that occurs too rarely for sure: no more often than a shorter one that was counted.
+        slot = last - 1
         while slot >= 0 and rung(slot) >= length:
             slot -= 1
+        for r in range(slot):
+            if 0 <= counts[r] < 2 * longer_count:
+                slot = r
+                break
         length = rung(slot) if slot >= 0 else 0
-    return _blend(rows[:num_rows], lengths[:num_rows], weights[:num_rows], budget, depth, row_places, width, vocab_size)
+    return _blend(
+        rows[:num_rows], lengths[:num_rows], weights[:num_rows], limit, depth, row_places, width, vocab_size, nodes, room
+    )
 
 
-@kernel
+@bare
 def _count_runs(segments: Int64, length: int, intervals: Int64) -> int:
     """How many runs the segments know in the intervals, int64 [S, 3], of a context of so many tokens."""
     num_runs = 0
@@ -1093,7 +1187,7 @@ def _count_runs(segments: Int64, length: int, intervals: Int64) -> int:
     return num_runs
 
 
-@kernel
+@bare
 def _stratify(
     segment: Int64,
     length: int,
@@ -1102,6 +1196,7 @@ def _stratify(
     num_wanted: int,
     places: Int64,
     shares: Float64,
+    run_places: Int64,
     group_token: Int64,
     group_left: Float64,
     group_fresh: Float64,
@@ -1112,12 +1207,11 @@ def _stratify(
 
     Writes places int64 [m, 2], each a number among what is left and its group, and shares float64 [m], how many occurrences
     each stands for; makes groups for the next tokens that have none, and moves the counts there from group 0. Returns m and
-    the number of groups.
+    the number of groups. `run_places`, int64 [MOST_RUNS, 2], is memory to work in.
     """
     left, before, runs = _left(segment), _before_blocks(segment), _runs(segment)
     low, high, rest = interval[0], interval[1], interval[2]
     begin, end = runs_of(_contexts(segment), runs, length, low, high)
-    run_places = np.empty((MOST_RUNS, 2), np.int64)
     num_runs = 0
     num_places = 0
     for run in range(begin, end):
@@ -1281,6 +1375,8 @@ def _take(
         position = int64(order[places[i, 0]]) if 0 <= places[i, 0] < high else -1
         places[i, 0] = position
         _prefetch(segment[0] + (position + length) * width)
+        if longer:
+            _prefetch(segment[0] + (position - ahead) * width)
     for i in range(len(places)):
         position = places[i, 0]
         if longer and compare(text, width, position - ahead, longer_words, ahead) == 0:
@@ -1292,6 +1388,7 @@ def _take(
             token = _token_beyond(begin, end, 0, width, vocab_size)
             if token >= 0:
                 rows[num_rows, 0] = token
+                _prefetch(begin + 15 * width)  # the end of what is mostly followed may be in another cache line
                 row_places[num_rows, 0] = begin
                 row_places[num_rows, 1] = end
                 row_groups[num_rows] = places[i, 1]
@@ -1341,13 +1438,18 @@ def pool_lookup(
     heads: Int32,
     previous: Int32,
     context: Int32,
-    budget: int,
     max_length: int,
     probes: int,
     depth: int,
     recent: int,
-) -> BlendResult:
-    """What followed the end of the context in the first `num_tokens` of a chained text, as `blend` has it.
+    node_tokens: Int32,
+    node_parents: Int32,
+    node_probs: Float32,
+    node_lengths: Int32,
+    node_counts: Int32,
+) -> int:
+    """What followed the end of the context in the first `num_tokens` of a chained text, as `blend` has it, in the last five
+    arguments. Returns how many nodes there are.
 
     For each of the orders, longest first, at most `probes` of the latest occurrences that match in so many tokens and in fewer
     than the next longer order; a chain is left after 4 `probes` steps. Below all of them stand the last `recent` places of the
@@ -1385,7 +1487,8 @@ def pool_lookup(
                 _pool_row(text, num_tokens, position, False, rows[num_rows])
                 lengths[num_rows] = 0
                 num_rows += 1
-    return blend(rows[:num_rows], lengths[:num_rows], np.ones(num_rows, np.float64), budget)
+    nodes = node_tokens, node_parents, node_probs, node_lengths, node_counts
+    return blend(rows[:num_rows], lengths[:num_rows], np.ones(num_rows, np.float64), nodes)
 
 
 @kernel
@@ -1464,10 +1567,11 @@ def warmup() -> None:
 
     Takes well under a second with a cache, some ten without. Those that write, check and search are left to who does that.
     """
+    from retriever.continuations import Continuations
     from retriever.pools import TextPool
 
     pool = TextPool([1, 2, 3, 1, 2])
     pool.lookup(np.array([1, 2], np.int32), 2)
     segments = describe(np.array([1, 2, 1, 255], np.uint8), np.array([0, 2, 1], np.int32), np.zeros((16, 3), np.uint32))[None]
-    lookup(segments, 1, 255, np.array([1], np.int32), 2, 8, 4, 4, 4, 0)
+    lookup(segments, 1, 255, np.array([1], np.int32), 8, 4, 4, 4, 0, *Continuations.room(2))
     frequent_next(segments, 255, 1, 1)

@@ -89,20 +89,20 @@ class TextPool:
         itself up to its end, the draft goes on with the period ("abcabca" yields "bcabca..."). Empty context, no match or a
         budget below 1: no nodes. Some 10 to 40 microseconds, however long the text.
         """
-        return Continuations.of(
-            kernels.pool_lookup(
-                self._text,
-                self._end,
-                self._heads,
-                self._previous,
-                np.ascontiguousarray(context, np.int32),
-                budget,
-                self.max_length,
-                self.probes,
-                self.depth,
-                self.recent,
-            )
+        nodes = Continuations.room(budget)
+        num_nodes = kernels.pool_lookup(
+            self._text,
+            self._end,
+            self._heads,
+            self._previous,
+            np.ascontiguousarray(context, np.int32),
+            self.max_length,
+            self.probes,
+            self.depth,
+            self.recent,
+            *nodes,
         )
+        return Continuations.of(nodes, num_nodes)
 
     def _allocate(self, capacity: int) -> None:
         num_orders = len(kernels.POOL_ORDERS)

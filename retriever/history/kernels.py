@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retriever.kernels import POOL_ORDERS, BlendResult, Float64, Int32, blend, hash_context, int64, kernel, usable_length
+from retriever.kernels import POOL_ORDERS, Float32, Float64, Int32, blend, hash_context, int64, kernel, usable_length
 
 BLOCK = 16
 """Tokens in a block. A document leaves half of one empty on average."""
@@ -109,8 +109,20 @@ def read(places: Places, block: int, tokens: Int32) -> None:
 
 
 @kernel
-def lookup(places: Places, context: Int32, budget: int, max_length: int, probes: int, depth: int) -> BlendResult:
-    """What followed the end of `context` in all documents, as `blend` has it.
+def lookup(
+    places: Places,
+    context: Int32,
+    max_length: int,
+    probes: int,
+    depth: int,
+    node_tokens: Int32,
+    node_parents: Int32,
+    node_probs: Float32,
+    node_lengths: Int32,
+    node_counts: Int32,
+) -> int:
+    """What followed the end of `context` in all documents, as `blend` has it, in the last five arguments. Returns how many
+    nodes there are.
 
     For each of the orders, longest first, at most `probes` of the latest occurrences that match in so many tokens and in fewer
     than the next longer order; a chain is left after 4 `probes` steps.
@@ -119,7 +131,7 @@ def lookup(places: Places, context: Int32, budget: int, max_length: int, probes:
     rows = np.empty((len(found), depth), np.int32)
     for i in range(len(found)):
         _follow(places, int64(found[i]), rows[i])
-    return blend(rows, lengths, weights, budget)
+    return blend(rows, lengths, weights, (node_tokens, node_parents, node_probs, node_lengths, node_counts))
 
 
 @kernel

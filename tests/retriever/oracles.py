@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from retriever.continuations import Continuations
 
@@ -130,6 +134,57 @@ def blend(rows: Sequence[Row], budget: int) -> list[tuple[float, tuple[int, ...]
         taken.append(best)
         open_paths += [(best[0] * prob, (*best[1], token)) for token, prob in child_probs(rows, best[1]).items()]
     return taken
+
+
+def blend_to_the_bit(rows: Sequence[Row], budget: int) -> list[tuple[int, int, float, int, int]]:
+    """(token, parent, prob, length, count) of every node: `blend` with sums and products in the kernel's order, so that they
+    are rounded alike, and with its ties."""
+    nodes: list[tuple[int, int, float, int, int]] = []
+    queue: list[tuple[int, int, float, list[int], int, tuple[int, int, float, int, int]]] = []
+    num_queued = 0
+
+    def open_node(node: int, depth: int, path: float, alive: list[int]) -> None:
+        nonlocal num_queued
+        going = sorted((rows[i].continuation[depth], i) for i in alive if len(rows[i].continuation) > depth)
+        tokens = sorted({token for token, _ in going})
+        lengths = sorted({rows[i].length for _, i in going})
+        probs = dict.fromkeys(tokens, 0.5 if len(going) == 1 else 0.0)
+        weights = {length: dict.fromkeys(tokens, 0.0) for length in lengths}
+        for token, i in going:
+            weights[rows[i].length][token] += rows[i].weight
+        longest, count = lengths[-1] if lengths else 0, 0.0
+        for token in tokens:
+            count += weights[longest][token]
+        for shorter, longer in reversed(list(pairwise(lengths))):
+            for token in tokens:
+                weights[shorter][token] += weights[longer][token]
+        for length in lengths if len(going) > 1 else ():
+            num_rows = sum(rows[i].length >= length for _, i in going)
+            distinct = sum(weight > 0 for weight in weights[length].values())
+            total = 0.0
+            for token in tokens:
+                total += weights[length][token]
+            escape = distinct / (num_rows + distinct)
+            share = (1 - escape) / total
+            for token in tokens:
+                probs[token] = weights[length][token] * share + escape * probs[token]
+        for token in tokens:
+            below = path * probs[token]
+            (bits,) = struct.unpack("q", struct.pack("d", below))
+            rank = bits >> 20 << 20 | 0xFFFFF - (token & 0xFFFFF)
+            evidence = min(longest + depth, 64), min(round(count), 2**31 - 1)
+            shown = token, node, float(np.float32(probs[token])), *evidence
+            queue.append((-rank, num_queued, below, [i for t, i in going if t == token], depth + 1, shown))
+            num_queued += 1
+
+    open_node(-1, 0, 1.0, list(range(len(rows))))
+    while queue and len(nodes) < budget:
+        best = min(queue)
+        queue.remove(best)
+        _, _, path, alive, depth, shown = best
+        nodes.append(shown)
+        open_node(len(nodes) - 1, depth, path, alive)
+    return nodes
 
 
 def paths_of(found: Continuations) -> list[tuple[int, ...]]:

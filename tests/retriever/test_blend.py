@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from retriever import kernels
 from retriever.continuations import Continuations
 from retriever.suffixes import pack_tokens, separator_of
-from tests.retriever.oracles import Row, assert_blended, paths_of
+from tests.retriever.oracles import Row, assert_blended, blend_to_the_bit, paths_of
 
 DEPTH = 5
 
@@ -31,13 +31,34 @@ def blend(rows: list[Row], budget: int, depth: int = DEPTH) -> Continuations:
     for i, row in enumerate(rows):
         matrix[i, : len(row.continuation)] = row.continuation
     lengths = np.array([row.length for row in rows], np.int32)
-    return Continuations.of(kernels.blend(matrix, lengths, np.array([row.weight for row in rows], np.float64), budget))
+    nodes = Continuations.room(budget)
+    num_nodes = kernels.blend(matrix, lengths, np.array([row.weight for row in rows], np.float64), nodes)
+    return Continuations.of(nodes, num_nodes)
 
 
 @given(some_rows, st.integers(0, 30))
 def test_it_is_the_definition(rows: list[Row], budget: int) -> None:
     """Probabilities, evidence and choice of nodes are those of the definition, and every invariant holds."""
     assert_blended(blend(rows, budget), rows, budget)
+
+
+weighty_rows = st.lists(
+    st.builds(
+        Row,
+        st.lists(st.sampled_from([0, 1, 2, 7, 2**20 + 1]), max_size=DEPTH).map(tuple),
+        st.sampled_from([1, 2, 5, 30, 63]),
+        st.floats(0.01, 1e10),
+    ),
+    max_size=40,
+)
+
+
+@given(weighty_rows, st.integers(0, 80))
+def test_it_is_its_twin_to_the_bit(rows: list[Row], budget: int) -> None:
+    """Every node, in every field, is that of a twin that does the same sums in the same order, whatever the weights."""
+    found = blend(rows, budget)
+    fields = (found.tokens, found.parents, found.probs, found.lengths, found.counts)
+    assert list(zip(*(field.tolist() for field in fields), strict=True)) == blend_to_the_bit(rows, budget)
 
 
 @given(some_rows, st.integers(0, 20))
@@ -70,16 +91,20 @@ def test_rows_may_stand_in_a_text(rows: list[Row], budget: int, width: int, num_
     places = np.array([(text.ctypes.data + begin * width, text.ctypes.data + len(text)) for begin in begins[:-1]], np.int64)
     lengths = np.array([row.length for row in rows], np.int32)
     weights = np.array([row.weight for row in rows], np.float64)
-    found = kernels._blend(matrix, lengths, weights, budget, depth, places.reshape(-1, 2), width, 4)
+    room = np.empty(kernels._blend_room(len(rows), depth, 64, budget), np.int64)
+    nodes = Continuations.room(budget)
+    places = places.reshape(-1, 2)
+    found = Continuations.of(nodes, kernels._blend(matrix, lengths, weights, 64, depth, places, width, 4, nodes, room))
     expected = blend([Row(row.continuation[:depth], row.length, row.weight) for row in rows], budget, depth)
-    for one, other in zip(found, (expected.tokens, expected.parents, expected.probs, expected.lengths), strict=False):
-        assert one.tolist() == other.tolist()
+    for field in ("tokens", "parents", "probs", "lengths", "counts"):
+        assert getattr(found, field).tolist() == getattr(expected, field).tolist()
 
 
 @given(st.lists(st.integers(0, 250), max_size=20), st.integers(1, 4))
 def test_a_packed_key_is_a_beginning_of_text(key: list[int], width: int) -> None:
     """A key is packed into words as tokens stand in a text, the rest of the last word being 0."""
-    words = kernels.pack_key(np.array(key, np.int32), width)
+    words = np.full(kernels.key_words(len(key), width), 2**64 - 1, np.uint64)
+    kernels.pack_key(np.array(key, np.int32), width, words)
     data = words.astype(">u8").tobytes()
     assert data[: len(key) * width] == pack_tokens(np.array(key, np.int64), width).tobytes()
     assert len(data) < len(key) * width + 8

@@ -50,10 +50,11 @@ class Segments:
         limit = kernels.usable_length(key, self.vocab_size, max_length)
         return kernels.longest(self.described, self.width, key, limit)
 
-    def lookup(self, context: Sequence[int], budget: int) -> kernels.BlendResult:
+    def lookup(self, context: Sequence[int], budget: int) -> Continuations:
         """At depth 6, nothing sampled."""
-        key = np.array(context, np.int32)
-        return kernels.lookup(self.described, self.width, self.vocab_size, key, budget, 32, 200, 3, 6, 0)
+        key, nodes = np.array(context, np.int32), Continuations.room(budget)
+        num_nodes = kernels.lookup(self.described, self.width, self.vocab_size, key, 32, 200, 3, 6, 0, *nodes)
+        return Continuations.of(nodes, num_nodes)
 
 
 @pytest.mark.parametrize("vocab_size", [4, 4000, 151_936, 1 << 24])
@@ -75,8 +76,25 @@ def test_the_table_changes_nothing(documents: list[list[int]], context: list[int
 @given(documents=documents_of_few_tokens, context=contexts, budget=st.integers(0, 20))
 def test_lookup_blends_the_classes(documents: list[list[int]], context: list[int], budget: int) -> None:
     """Where nothing is sampled, the answer is the blend of the longest match and the shorter ones that occur twice as often."""
-    found = Continuations.of(Segments([documents], 4).lookup(context, budget))
+    found = Segments([documents], 4).lookup(context, budget)
     assert_blended(found, datastore_rows(documents, context, 32, 3, 6), budget)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 32), st.integers(1, 60))
+def test_long_matches_and_what_lies_below_them(seed: int, length: int, budget: int) -> None:
+    """Where a long end occurs once or twice, a much shorter one may be the next class: lengths that cannot be one are passed
+    over, and none that can."""
+    rng = np.random.default_rng(seed)
+    phrases = [rng.integers(0, 3, rng.integers(1, 14)).tolist() for _ in range(5)]
+    documents = [[token for p in rng.integers(0, 5, 6) for token in phrases[p]] for _ in range(4)]
+    text = documents[rng.integers(4)]
+    end = int(rng.integers(1, len(text) + 1))
+    context = text[max(0, end - length) : end]
+    assert_blended(
+        Segments([documents[:3], documents[3:]], 4).lookup(context, budget),
+        datastore_rows(documents, context, 32, 3, 6),
+        budget,
+    )
 
 
 @given(documents=documents_of_few_tokens, context=contexts, cut=st.integers(0, 5))
@@ -85,8 +103,9 @@ def test_segments_add_up(documents: list[list[int]], context: list[int], cut: in
     one = Segments([documents], 4)
     two = Segments([documents[:cut], documents[cut:]], 4)
     assert one.longest_match(context, 8) == two.longest_match(context, 8)
-    for left, right in zip(one.lookup(context, 20), two.lookup(context, 20), strict=True):
-        assert left.tolist() == right.tolist()
+    left, right = one.lookup(context, 20), two.lookup(context, 20)
+    for field in ("tokens", "parents", "probs", "lengths", "counts"):
+        assert getattr(left, field).tolist() == getattr(right, field).tolist()
 
 
 def test_a_corpus_with_many_segments(build: Build) -> None:
@@ -159,15 +178,15 @@ def test_a_damaged_table_points_nowhere_else() -> None:
     segments = Segments([[[1, 2, 1, 2, 1, 2, 1, 2] * 5]], 4)
     text, order, table, _, _, samples = segments.arrays[0]
     assert np.count_nonzero(table[:, 2]) == 6
-    key = np.array([1], np.int32)
-    expected = kernels.find_interval(text, segments.width, order, table, samples, key)
+    key, words = np.array([1], np.int32), np.empty(1, np.uint64)
+    expected = kernels.find_interval(text, segments.width, order, table, samples, key, words)
     for low, count in ((0, 2**32 - 1), (2**32 - 1, 1), (len(order), 1), (1, len(order)), (2**32 - 1, 2**32 - 1)):
         damaged = table.copy()
         damaged[table[:, 2] > 0, 1:] = low, count
-        assert kernels.find_interval(text, segments.width, order, damaged, samples, key) == expected
+        assert kernels.find_interval(text, segments.width, order, damaged, samples, key, words) == expected
     damaged = table.copy()
     damaged[:, 2] = 1  # no slot is empty any more: the search still ends
-    kernels.find_interval(text, segments.width, order, damaged, samples, np.array([3], np.int32))
+    kernels.find_interval(text, segments.width, order, damaged, samples, np.array([3], np.int32), words)
 
 
 def test_what_it_says_of_itself(build: Build) -> None:

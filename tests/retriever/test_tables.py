@@ -203,13 +203,14 @@ def test_samples_change_nothing(seed: int, width: int, key: list[int], damage: l
     order = build_suffix_order(text, width)
     samples = plain.sample_order(text, width, order)
     table, ids = np.zeros((1, 3), np.uint32), np.array(key, np.int32)
-    low, high = kernels.find_interval(text, width, order, table, samples[:0], ids)
+    words = np.empty(kernels.key_words(len(key), width), np.uint64)
+    low, high = kernels.find_interval(text, width, order, table, samples[:0], ids, words)
     assert high - low == len(places(documents, key))
-    found = kernels.find_interval(text, width, order, table, samples, ids)
+    found = kernels.find_interval(text, width, order, table, samples, ids, words)
     assert found == (low, high) or (low == high and found[0] == found[1])
     for word in damage:
         samples[word % len(samples), word % 2] = word
-    found = kernels.find_interval(text, width, order, table, samples, ids)
+    found = kernels.find_interval(text, width, order, table, samples, ids, words)
     assert found[0] == found[1] or low <= found[0] < found[1] <= high
 
 
@@ -221,8 +222,9 @@ def test_a_cold_search_reads_few_suffixes() -> None:
     samples = plain.sample_order(text, 1, order)
     for _ in range(50):
         at = int(rng.integers(19_000))
-        key = text[at : at + 12]
-        low, high = kernels.narrow(samples, kernels.pack_key(key.astype(np.int32), 1), 12, 0, len(order))
+        key, words = text[at : at + 12], np.empty(2, np.uint64)
+        kernels.pack_key(key.astype(np.int32), 1, words)
+        low, high = kernels.narrow(samples, words, 12, 0, len(order))
         place = int(np.flatnonzero(order == at)[0])
         assert low <= place < high
         assert high - low < 2 * SAMPLE_STRIDE
