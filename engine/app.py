@@ -20,7 +20,7 @@ from engine.acceptance import STOP
 from engine.calibration import Calibration
 from engine.config import Config
 from engine.datastores import Checks, Corpora
-from engine.drafters import DRAFTERS, Drafter, DraftRequest, history, recycle
+from engine.drafters import DRAFTERS, Drafter, DraftRequest, history, recycle, resume
 from engine.drafters.panel import Panel
 from engine.errors import ConfigError, CorpusUnusable, InvalidRequest, NotFound, Unavailable
 from engine.loop import Times, decode
@@ -371,7 +371,7 @@ def _tenants(config: Config) -> Tenants:
 
 def warm_kernels() -> None:
     """Compile what drafting runs, before a request has to wait for it: some seconds the first time, then read from a cache."""
-    for warmup in (kernels.warmup, retriever_kernels.warmup, recycle.warmup, history_kernels.warmup):
+    for warmup in (kernels.warmup, retriever_kernels.warmup, recycle.warmup, resume.warmup, history_kernels.warmup):
         warmup()
 
 

@@ -16,7 +16,14 @@ from rich.text import Text
 
 from draftloom import SourceStatistics
 
-COLOURS = {"corpus": "green", "prompt": "cyan", "history": "yellow", "recycle": "magenta", "lookahead": "blue"}
+COLOURS = {
+    "corpus": "green",
+    "prompt": "cyan",
+    "history": "yellow",
+    "resume": "bright_cyan",
+    "recycle": "magenta",
+    "lookahead": "blue",
+}
 OTHERS = ("bright_red", "bright_blue", "bright_yellow", "bright_magenta")
 SEVERAL = "bold"
 """Added to the colour of a token that more than one source drafted."""

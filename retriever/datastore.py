@@ -69,6 +69,14 @@ class Document:
         return unpack_tokens(self.packed, self.width).astype(np.int32)
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A place in a document: `tokens`, int32 [n], stand around it, and tokens[at] is what follows; at = n at its very end."""
+
+    tokens: Tokens
+    at: int
+
+
 class Datastore:
     """An open corpus version. Use as a context manager, or call `close`."""
 
@@ -192,6 +200,28 @@ class Datastore:
         match = Match(*kernels.longest(self._described, self._width, tokens, limit))
         del segments
         return match
+
+    def place(self, context: Tokens, *, min_length: int, max_length: int = 32, before: int, after: int) -> Place | None:
+        """Where the longest end of `context` (int32 [n]), of `min_length` to `max_length` tokens, stands, and the document from
+        `before` tokens before what follows it to `after` tokens behind; of several such places the first in the order.
+
+        None if none is so long. Cost: a search, some more where there is one, and reading `before` + `after` tokens. Raises
+        Closed.
+        """
+        _positive(min_length=min_length, before=before, after=after)
+        segments = self._mapped()
+        tokens = np.ascontiguousarray(context, np.int32)
+        number, at = kernels.first_place(self._described, self._width, self.vocab_size, tokens, min_length, max_length)
+        if number < 0:
+            return None
+        segment = segments[number]
+        document = int(np.searchsorted(segment.offsets, at - 1, "right")) - 1
+        if not 0 <= document < len(segment.offsets) - 1:
+            return None
+        first, last = segment.offsets[document : document + 2].tolist()
+        begin, end = max(first, at - before, 0), min(last - 1, at + after)
+        packed = segment.text[begin * self._width : end * self._width]
+        return Place(unpack_tokens(packed, self._width).astype(np.int32), at - begin)
 
     def search(self, key: Tokens, limit: int = 20, *, around: int = 16) -> list[Occurrence]:
         """Where the tokens `key` (int32 [n]) occur: at most `limit` places, evenly spread over all, by document and place.

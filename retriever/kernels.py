@@ -1005,6 +1005,33 @@ def longest(segments: Int64, width: int, context: Int32, limit: int) -> tuple[in
 
 
 @kernel
+def first_place(segments: Int64, width: int, vocab_size: int, context: Int32, shortest: int, most: int) -> tuple[int, int]:
+    """(segment, position in its text) of what follows the longest end of the context, of `shortest` to `most` tokens, at the
+    first of its occurrences that are left; (-1, -1) if no end of `shortest` occurs. One search then, at most seven else."""
+    limit = usable_length(context, vocab_size, most)
+    intervals = np.empty((len(segments), 3), np.int64)
+    words = np.empty(key_words(limit, width), np.uint64)
+    if limit < shortest or count_matches(segments, width, context[len(context) - shortest :], intervals, words) == 0:
+        return -1, -1
+    low, high, searched = shortest, limit, shortest
+    while low < high:
+        searched = (low + high + 1) // 2
+        if count_matches(segments, width, context[len(context) - searched :], intervals, words) > 0:
+            low = searched
+        else:
+            high = searched - 1
+    if searched != low:
+        count_matches(segments, width, context[len(context) - low :], intervals, words)
+    for s in range(len(segments)):
+        if intervals[s, 2] > 0:
+            segment = segments[s]
+            index = nth_left(_left(segment), _before_blocks(segment), intervals[s, 0], intervals[s, 1], 0)
+            if index >= 0:
+                return s, int64(_order(segment)[index]) + low
+    return -1, -1
+
+
+@kernel
 def lookup(
     segments: Int64,
     width: int,
@@ -1575,3 +1602,4 @@ def warmup() -> None:
     segments = describe(np.array([1, 2, 1, 255], np.uint8), np.array([0, 2, 1], np.int32), np.zeros((16, 3), np.uint32))[None]
     lookup(segments, 1, 255, np.array([1], np.int32), 8, 4, 4, 4, 0, *Continuations.room(2))
     frequent_next(segments, 255, 1, 1)
+    first_place(segments, 1, 255, np.array([1], np.int32), 1, 8)

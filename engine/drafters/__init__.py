@@ -117,6 +117,7 @@ DRAFTERS: Mapping[str, str] = {
     "corpus": "engine.drafters.corpus:CorpusDrafter",
     "prompt": "engine.drafters.prompt:PromptDrafter",
     "history": "engine.drafters.history:HistoryDrafter",
+    "resume": "engine.drafters.resume:ResumeDrafter",
     "recycle": "engine.drafters.recycle:RecycleDrafter",
     "lookahead": "engine.drafters.lookahead:LookaheadDrafter",
 }

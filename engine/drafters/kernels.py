@@ -452,3 +452,81 @@ def count_common(tokens: Any, weights: Any, emitted: Any, keep: float, out: Any)
         best = np.argmax(left)
         out[i] = tokens[best] if left[best] > 0.0 else -1
         left[best] = -math.inf
+
+
+# ---- the place that a text follows
+
+SAME = 5
+"""Tokens in a row that must agree before a text counts as following a place."""
+
+LOST = 32
+"""Tokens after which a place that did not agree again is given up."""
+
+SHIFT = 32
+"""So many tokens more or fewer than the place the text may have said since it left it."""
+
+MOST_AGREED = 16
+"""Tokens that are compared at most."""
+
+
+@_jit
+def resume_at(text: Any, end: int, place: int, age: int, said: Any) -> Any:
+    """(where in `text[:end]` a text that ended in `said` would best go on, how many tokens before it agree with `said`).
+
+    `place` is where it would have gone on `age` tokens ago. Had each token since only replaced another, it is place + age now.
+    A place at most SHIFT from there is better if more tokens before it agree: it scores two for each, less the bits of its
+    shift; of equal ones the nearer is taken, then the later. (-1, 0) if there is none. O(SHIFT), some tenths of a microsecond.
+    """
+    best, best_agreed, best_score = -1, 0, -1
+    for i in range(2 * SHIFT + 1):
+        shift = (i + 1) // 2 if i % 2 else -(i // 2)
+        at = place + age + shift
+        if at < 1 or at >= end or text[at] < 0:
+            continue
+        agreed = 0
+        while agreed < min(at, len(said), MOST_AGREED) and text[at - 1 - agreed] == said[len(said) - 1 - agreed]:
+            agreed += 1
+        bits, left = 0, abs(shift)
+        while left:
+            bits += 1
+            left >>= 1
+        score = 2 * agreed - bits
+        if score > best_score and (agreed or not shift):
+            best, best_agreed, best_score = at, agreed, score
+    return best, best_agreed
+
+
+@_jit
+def keep_place(text: Any, begin: int, end: int, followed: int, heads: Any, place: int, age: int) -> Any:
+    """The place (-1: none) in `text[:end]` (int32, -1 between documents) that its own end follows, and how many tokens ago the
+    two last agreed in SAME tokens, given both for `text[:begin]`.
+
+    A place that agrees again is kept; one that does not gives way to the latest that does. `heads` (int32 [2^b], -1 where
+    nothing is) holds where each SAME tokens last ended, by a hash: of two that meet there, the later. Tokens before `followed`
+    are only entered there. O(SHIFT) a token.
+    """
+    for num in range(begin + 1, end + 1):
+        earlier, key = -1, uint64(0)
+        whole = num >= SAME
+        for i in range(max(num - SAME, 0), num):
+            whole = whole and text[i] >= 0
+            key = (key ^ uint64(text[i] + 1)) * _MIX_1
+        if whole:
+            key = (key ^ (key >> uint64(32))) & uint64(len(heads) - 1)
+            earlier = heads[key]
+            for i in range(SAME):
+                if earlier >= 0 and text[earlier - 1 - i] != text[num - 1 - i]:
+                    earlier = -1
+            heads[key] = num
+        if num <= followed:
+            continue
+        if place >= 0:
+            age += 1
+            at, agreed = resume_at(text, num, place, age, text[max(num - MOST_AGREED, 0) : num])
+            if agreed >= SAME:
+                place, age = at, 0
+        if earlier >= 0 and (place < 0 or age):
+            place, age = earlier, 0
+        elif age > LOST:
+            place, age = -1, 0
+    return place, age

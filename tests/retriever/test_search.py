@@ -117,3 +117,17 @@ def test_suffix_statistics_of_a_text_that_repeats(build: Build) -> None:
     statistics = build([text, text]).suffix_statistics((1, 4, 30), samples=50)
     assert [(s.length, s.share_found, s.mean_found, s.median_found) for s in statistics] == [(1, 1, 1, 1), (4, 1, 1, 1)]
     assert build([]).suffix_statistics() == []
+
+
+def test_a_place_is_one_of_the_longest_end(store: Datastore, documents: list[list[int]]) -> None:
+    """What stands around it is what stands around one of the places of the longest end that occurs, within its document."""
+    rng = np.random.default_rng(4)
+    for _ in range(60):
+        context = rng.integers(0, 7, rng.integers(0, 9)).tolist()
+        match = store.longest_match(ids(*context), max_length=6)
+        found = store.place(ids(*context), min_length=3, max_length=6, before=4, after=5)
+        assert (found is not None) == (match.length >= 3)
+        if found is not None:
+            ends = places(documents, context[len(context) - match.length :])
+            around = [(documents[d][max(0, end - 4) : end + 5], min(end, 4)) for d, end in ends]
+            assert (found.tokens.tolist(), found.at) in around
