@@ -21,7 +21,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from replay import SOURCES, Turn, calibration_error, log_loss, replay
+from replay import Turn, calibration_error, log_loss, replay
 
 from corpora.build import build
 from corpora.catalog import DEFAULT_TENANT, Catalog
@@ -33,6 +33,9 @@ from retriever.datastore import Datastore
 
 _PROMPT = 600
 _ANSWER = 200
+
+_SOURCES = ("corpus", "prompt", "history")
+"""Whose rates are shipped. `resume` does as well without, and what others need is not in a text."""
 
 
 def turn(text: str, tokenizer: Tokenizer) -> Turn | None:
@@ -64,7 +67,7 @@ def main(
             build("library", [folder], tokenizer, catalog)
             version = catalog.version_path("library", catalog.get("library", DEFAULT_TENANT).active.id)
             with Datastore.open(version, tokenizer.fingerprint, tokenizer.vocab_size) as store:
-                found = replay(turns, {"library": store}, SOURCES, 32, tokenizer.vocab_size, calibration)
+                found = replay(turns, {"library": store}, _SOURCES, 32, tokenizer.vocab_size, calibration)
     arrays = {name.replace("corpus:library", "corpus"): array for name, array in calibration.arrays().items()}
     out.write_text(render(arrays), encoding="utf-8")
     judged = np.concatenate(found.judged)

@@ -76,7 +76,7 @@ FREE = CostCurve.flat()
 NEARLY_FREE = CostCurve(np.array([1, 64], np.int32), np.array([1.0, 1.01]))
 """Rows worth a lookahead window."""
 
-SOURCES = ("corpus", "prompt", "history")
+SOURCES = ("corpus", "prompt", "history", "resume")
 HEARING = ("recycle", "lookahead")
 """Sources that live on what the target says beside the text; here only their time is measured."""
 

@@ -6,8 +6,8 @@
 
 In parts, of which `--parts` chooses some:
 
-    passes    a pass of 1 to 64 rows, against reading the weights once (the best of five float32 sums over as many bytes, same
-              threads); a pass at several lengths of context; reading a prompt
+    passes    a pass of 1 to 64 rows, against reading the weights once (a float32 sum over as many bytes, same threads), the
+              best of nine in turns; a pass at several lengths of context; reading a prompt
     first     how long a short request waits for its first token, alone and beside a prompt of 1,500 tokens that is being read,
               and the longest pause of a stream that is running meanwhile
     requests  tokens/s of so many requests at once, decoding plainly and with drafts out of a corpus of the prompts' own older
@@ -59,13 +59,19 @@ LONG_PROMPT = 1500
 
 def least(work: Callable[[], object], rounds: int) -> float:
     """Milliseconds of the quickest of several runs, after one to warm up: other work on a machine only ever adds."""
-    work()
-    best = np.inf
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return 1000 * best
+    return least_in_turns({"": work}, rounds)[""]
+
+
+def least_in_turns(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The same of several, one after another in every round: what makes a machine slower or quicker for a while meets all."""
+    best = dict.fromkeys(works, np.inf)
+    for i in range(1 + rounds):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if i:
+                best[name] = min(best[name], 1000 * (time.perf_counter() - start))
+    return best
 
 
 def weight_bytes(network: torch.nn.Module) -> int:
@@ -119,16 +125,16 @@ class Bench:
 
 def passes(target: Any, context: int, quick: bool) -> dict[str, Any]:
     """Times of single passes, in milliseconds."""
-    bench, rounds = Bench(target), 3 if quick else 7
-    found: dict[str, Any] = {"rows_ms": {}, "context_ms": {}}
+    bench, rounds = Bench(target), 3 if quick else 9
+    found: dict[str, Any] = {"context_ms": {}}
     bench.read(context)
-    for rows in ROWS:
-        found["rows_ms"][str(rows)] = least(lambda rows=rows: bench.run(rows, np.arange(rows, dtype=np.int32)), rounds)
-    size = weight_bytes(target._model.network)
-    if size:
-        numbers = torch.ones(size // 4)
-        found["read_weights_ms"] = least(numbers.sum, 5)
-        del numbers
+    works = {str(rows): lambda rows=rows: bench.run(rows, np.arange(rows, dtype=np.int32)) for rows in ROWS}
+    if size := weight_bytes(target._model.network):
+        works["read"] = torch.ones(size // 4).sum
+    found["rows_ms"] = least_in_turns(works, rounds)
+    if "read" in works:
+        found["read_weights_ms"] = found["rows_ms"].pop("read")
+    del works
     at = context
     for length in (200, 1000, 4000) if quick else (200, 1000, 4000, 16000):
         if length >= at and length + 8 <= target.info.context_length and target.storage.fits(length + 8):
