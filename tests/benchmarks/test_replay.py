@@ -149,10 +149,10 @@ def test_replays_agree_with_one_another_and_sources_earn_where_they_must(replay:
     row = replay.figures(turns, {}, budget, VOCAB)
     assert row == replay.figures(turns, {}, budget, VOCAB)
     assert row["num_tokens"] == 40 + 41 + 31
-    assert row["sources"].keys() == {"prompt", "history"}
+    assert row["sources"].keys() == {"prompt", "history", "resume"}
     best = max(row["sources"].values())
     assert row["all"] > best > 1.2 and row["oracle"] >= best
-    assert min(row["unique"].values()) > 0
+    assert min(row["unique"][name] for name in ("prompt", "history")) > 0
     assert 0 <= row["calibration_error"] < 0.2
 
 
