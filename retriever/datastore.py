@@ -215,8 +215,8 @@ class Datastore:
         if number < 0:
             return None
         segment = segments[number]
-        document = int(np.searchsorted(segment.offsets, at - 1, "right")) - 1
-        if not 0 <= document < len(segment.offsets) - 1:
+        document = segment.document_at(at - 1)
+        if document is None:
             return None
         first, last = segment.offsets[document : document + 2].tolist()
         begin, end = max(first, at - before, 0), min(last - 1, at + after)

@@ -106,8 +106,8 @@ def occurrence_at(segment: Segment, position: int, length: int, around: int, fir
     """What stands at a position of a segment's text, `around` tokens before and after a key of `length`; None where nothing
     does, in a damaged file. `first_document` is the index of the segment's first document.
     """
-    document = int(np.searchsorted(segment.offsets, position, "right")) - 1
-    if not 0 <= document < len(segment.offsets) - 1:
+    document = segment.document_at(position)
+    if document is None:
         return None
     tokens = unpack_tokens(segment.packed(document), segment.width).astype(np.int32)
     offset = position - int(segment.offsets[document])

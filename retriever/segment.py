@@ -64,6 +64,11 @@ class Segment:
         begin, end = self.offsets[i : i + 2].tolist()
         return self.text[max(begin, 0) * self.width : max(end - 1, 0) * self.width]
 
+    def document_at(self, position: int) -> int | None:
+        """The document that a position of the text is in; None for one outside, as a damaged order may have."""
+        document = int(np.searchsorted(self.offsets, position, "right")) - 1
+        return document if 0 <= document < len(self.offsets) - 1 else None
+
     @property
     def num_tokens(self) -> int:
         """Tokens of the documents that were not deleted."""

@@ -101,11 +101,11 @@ class Pass:
     def decoder(
         self,
         x: NDArray[np.float32],
+        windows: NDArray[np.int64],
         cos: NDArray[np.float32],
         sin: NDArray[np.float32],
         layers: NDArray[np.int64],
         shapes: NDArray[np.int64],
-        windows: NDArray[np.int64],
         numbers: NDArray[np.float32],
     ) -> NDArray[np.float32]:
         """All layers over the rows, float32 [rows, width]; see the kernel so named."""

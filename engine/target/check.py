@@ -84,18 +84,9 @@ class _WatchedPass(Pass):
             )
         super().store(layer, keys, values)
 
-    def decoder(
-        self,
-        x: NDArray[np.float32],
-        cos: NDArray[np.float32],
-        sin: NDArray[np.float32],
-        layers: NDArray[np.int64],
-        shapes: NDArray[np.int64],
-        windows: NDArray[np.int64],
-        numbers: NDArray[np.float32],
-    ) -> NDArray[np.float32]:
+    def decoder(self, x: NDArray[np.float32], windows: NDArray[np.int64], *rest: Any) -> NDArray[np.float32]:
         self.windows |= dict(enumerate(windows.tolist()))
-        return super().decoder(x, cos, sin, layers, shapes, windows, numbers)
+        return super().decoder(x, windows, *rest)
 
     def attend(self, layer: int, query: NDArray[np.float32], window: int, scale: float, *rest: Any) -> NDArray[np.float32]:
         self.windows[layer] = window

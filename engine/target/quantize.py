@@ -230,7 +230,7 @@ class Int8Decoder(nn.Module):
     ) -> torch.Tensor:
         cos, sin = (table[0].numpy() for table in position_embeddings)
         out = attention.current().decoder(
-            hidden_states[0].numpy(), cos, sin, self._layers, self._shapes, self._windows, self._numbers
+            hidden_states[0].numpy(), self._windows, cos, sin, self._layers, self._shapes, self._numbers
         )
         return torch.from_numpy(out)[None]
 
